@@ -1,0 +1,406 @@
+"""What flows between the stages: ``ParallelLayout``, ``Sample``, ``SampleBlock``, ``PackedBatch``, ``Step``.
+
+Nothing here imports torch when it runs: the scheduler, which is pure, imports this module.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+
+    from tdp_megatron.schedule.plan import Plan
+
+__all__ = [
+    "Int64Array",
+    "PackedBatch",
+    "ParallelLayout",
+    "Sample",
+    "SampleBlock",
+    "SampleReader",
+    "SampleRef",
+    "Step",
+]
+
+Int64Array: TypeAlias = npt.NDArray[np.int64]
+SampleRef: TypeAlias = tuple[int, int]
+
+#: Label of a position that has no target; torch's cross entropy ignores it by default.
+IGNORE_LABEL = -100
+
+#: ``num_loss_tokens`` of a sample whose loss mask depends on its content, which is not read yet.
+UNKNOWN_LOSS_TOKENS = -1
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelLayout:
+    """How ranks share one global batch. A rank here is one TP x PP column; rank = dp_rank * cp + cp_rank."""
+
+    dp: int
+    """Data-parallel size."""
+    cp: int = 1
+    """Context-parallel size: how many neighbouring ranks share one sequence by default."""
+    max_seqlen_per_dp_cp_rank: int = 8192
+    """Most tokens, padding included, that one rank holds in one microbatch."""
+    cp_sizes: tuple[int, ...] = field(default=(), kw_only=True)
+    """CP sizes a scheduler may choose from; empty means only ``cp`` (static CP)."""
+    sp: int = field(default=1, kw_only=True)
+    """Sequence-parallel (tensor-parallel) size: each rank's tokens are divided by it."""
+    fp8_multiple: int = field(default=1, kw_only=True)
+    """Tokens per rank must be a multiple of this (16 or 32 for FP8 recipes)."""
+    tail_multiple: int = field(default=0, kw_only=True)
+    """Tokens per rank and microbatch are padded to a multiple of this; 0 means lcm(16 * sp, fp8_multiple)."""
+
+    def __post_init__(self) -> None:
+        for name in ("dp", "cp", "max_seqlen_per_dp_cp_rank", "sp", "fp8_multiple", "tail_multiple"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+                raise TypeError(f"{name} must be an int, got {value!r} of type {type(value).__name__}")
+            least = 0 if name == "tail_multiple" else 1
+            if value < least:
+                raise ValueError(f"{name} must be at least {least}, got {value}")
+            object.__setattr__(self, name, int(value))
+        if self.tail_multiple == 0:
+            object.__setattr__(self, "tail_multiple", math.lcm(16 * self.sp, self.fp8_multiple))
+        sizes = tuple(sorted({int(k) for k in self.cp_sizes})) or (self.cp,)
+        for k in sizes:
+            if k < 1 or self.num_ranks % k:
+                raise ValueError(
+                    f"cp_sizes: {k} does not divide the {self.num_ranks} ranks (dp {self.dp} x cp {self.cp})"
+                )
+            if len(sizes) > 1 and k & (k - 1):
+                raise ValueError(f"cp_sizes: {k} is not a power of two; dynamic CP needs aligned, nested blocks")
+        object.__setattr__(self, "cp_sizes", sizes)
+        if self.tokens_per_rank_limit == 0:
+            raise ValueError(
+                f"max_seqlen_per_dp_cp_rank {self.max_seqlen_per_dp_cp_rank} is below the tail multiple "
+                f"{self.tail_multiple} (lcm of 16 * sp and fp8_multiple unless tail_multiple says otherwise)"
+            )
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that share the global batch: dp * cp."""
+        return self.dp * self.cp
+
+    @property
+    def tokens_per_rank_limit(self) -> int:
+        """The cap in whole tail multiples: what a microbatch may really hold per rank."""
+        return self.max_seqlen_per_dp_cp_rank // self.tail_multiple * self.tail_multiple
+
+    @staticmethod
+    def pad_multiple(cp_size: int) -> int:
+        """A sequence on ``cp_size`` ranks is padded to a multiple of this: 2 * cp_size, or 1 without CP."""
+        return 2 * cp_size if cp_size > 1 else 1
+
+    def padded_seqlen(self, seqlen: int, cp_size: int) -> int:
+        """``seqlen`` rounded up to the pad multiple of ``cp_size``, tokens."""
+        multiple = self.pad_multiple(cp_size)
+        return -(-seqlen // multiple) * multiple
+
+    def tokens_per_rank(self, padded_total: int, cp_size: int) -> int:
+        """Tokens each of ``cp_size`` ranks holds of sequences of ``padded_total`` tokens, tail included."""
+        per_rank = -(-padded_total // cp_size)
+        return max(-(-per_rank // self.tail_multiple), 1) * self.tail_multiple
+
+
+class SampleReader(Protocol):
+    """Random access to the tokens of many samples; what a lazy sample keeps instead of its tokens.
+
+    A *span* is the part ``[start, start + length)`` of one sample. One call reads many spans, straight into the
+    caller's memory.
+    """
+
+    @property
+    def token_keys(self) -> Mapping[str, np.dtype[Any]]:
+        """Per-token keys and their dtypes. ``tokens``, ``labels`` (int64) and ``loss_mask`` (float32) come first."""
+        ...
+
+    def read_spans(
+        self,
+        sample_ids: Int64Array,
+        starts: Int64Array,
+        lengths: Int64Array,
+        destinations: Int64Array,
+        out: Mapping[str, npt.NDArray[Any]],
+    ) -> None:
+        """Write span i of every key in ``out`` to ``out[key][destinations[i] : destinations[i] + lengths[i]]``.
+
+        Args:
+            sample_ids: int64 [n].
+            starts: int64 [n], tokens from the start of the sample.
+            lengths: int64 [n], tokens.
+            destinations: int64 [n], elements.
+            out: one flat array per wanted key, of the dtype ``token_keys`` names.
+        """
+        ...
+
+    def sample_values(self, sample_id: int) -> Mapping[str, Any]:
+        """The keys that are not per token (user keys); empty for token files."""
+        ...
+
+
+class Sample(Mapping[str, Any]):
+    """One training sample, a read-only mapping whose tokens are read when they are first touched.
+
+    Keys: ``tokens``, ``labels``, ``position_ids`` int64 [S], ``loss_mask`` float32 [S], and the reader's own.
+    Values are torch tensors.
+    """
+
+    __slots__ = ("_reader", "_sample_id", "_values", "num_loss_tokens", "ref", "seqlen")
+
+    def __init__(
+        self,
+        reader: SampleReader,
+        sample_id: int,
+        seqlen: int,
+        ref: SampleRef,
+        num_loss_tokens: int = UNKNOWN_LOSS_TOKENS,
+    ) -> None:
+        self._reader = reader
+        self._sample_id = sample_id
+        self._values: dict[str, Any] | None = None
+        self.seqlen = seqlen
+        """Tokens, known without reading."""
+        self.ref = ref
+        """Where it comes from: (dataset_id, sample_id)."""
+        self.num_loss_tokens = num_loss_tokens
+        """Positions with a loss, or -1 when only the content tells."""
+
+    @property
+    def reader(self) -> SampleReader:
+        """What reads this sample's tokens."""
+        return self._reader
+
+    @property
+    def sample_id(self) -> int:
+        """This sample's number inside its reader."""
+        return self._sample_id
+
+    @property
+    def is_materialised(self) -> bool:
+        """Whether the tokens have been read already."""
+        return self._values is not None
+
+    def _load(self) -> dict[str, Any]:
+        if self._values is None:
+            import torch
+
+            arrays = {
+                key: np.zeros(self.seqlen, dtype=dtype) for key, dtype in self._reader.token_keys.items()
+            }
+            one = np.zeros(1, dtype=np.int64)
+            self._reader.read_spans(
+                np.array([self._sample_id], dtype=np.int64),
+                one,
+                np.array([self.seqlen], dtype=np.int64),
+                one,
+                arrays,
+            )
+            values: dict[str, Any] = {key: torch.from_numpy(array) for key, array in arrays.items()}
+            values.setdefault("position_ids", torch.arange(self.seqlen))
+            values.update(self._reader.sample_values(self._sample_id))
+            self._values = values
+        return self._values
+
+    def __getitem__(self, key: str) -> Any:
+        return self._load()[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._load())
+
+    def __len__(self) -> int:
+        return len(self._load())
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._load()
+
+    def __repr__(self) -> str:
+        state = "read" if self.is_materialised else "lazy"
+        return f"Sample(ref={self.ref}, seqlen={self.seqlen}, {state})"
+
+
+@dataclass(frozen=True, slots=True)
+class SampleBlock:
+    """Many samples as arrays, so that planning a global batch costs no Python loop per sample.
+
+    Sample i is ``readers[reader_index[i]]``'s sample ``sample_ids[i]``.
+    """
+
+    readers: tuple[SampleReader, ...]
+    reader_index: Int64Array
+    """int64 [n], index into ``readers``."""
+    sample_ids: Int64Array
+    """int64 [n], the sample's number inside its reader."""
+    seqlens: Int64Array
+    """int64 [n], tokens."""
+    num_loss_tokens: Int64Array
+    """int64 [n], positions with a loss, -1 where only the content tells."""
+    refs: Int64Array
+    """int64 [n, 2], (dataset_id, sample_id)."""
+
+    def __len__(self) -> int:
+        return len(self.sample_ids)
+
+    def __getitem__(self, index: int) -> Sample:
+        return Sample(
+            self.readers[int(self.reader_index[index])],
+            int(self.sample_ids[index]),
+            int(self.seqlens[index]),
+            (int(self.refs[index, 0]), int(self.refs[index, 1])),
+            int(self.num_loss_tokens[index]),
+        )
+
+    def __iter__(self) -> Iterator[Sample]:
+        return (self[i] for i in range(len(self)))
+
+    def select(self, indices: Int64Array) -> SampleBlock:
+        """The samples at ``indices``, in that order."""
+        return SampleBlock(
+            self.readers,
+            self.reader_index[indices],
+            self.sample_ids[indices],
+            self.seqlens[indices],
+            self.num_loss_tokens[indices],
+            self.refs[indices],
+        )
+
+    @staticmethod
+    def concatenate(blocks: Sequence[SampleBlock]) -> SampleBlock:
+        """One block after the other; readers that are the same object are kept once."""
+        readers: list[SampleReader] = []
+        place: dict[int, int] = {}
+        index_parts: list[Int64Array] = []
+        for block in blocks:
+            mapping = np.empty(len(block.readers), dtype=np.int64)
+            for i, reader in enumerate(block.readers):
+                if id(reader) not in place:
+                    place[id(reader)] = len(readers)
+                    readers.append(reader)
+                mapping[i] = place[id(reader)]
+            index_parts.append(mapping[block.reader_index])
+        empty = np.zeros(0, dtype=np.int64)
+
+        def join(parts: list[Int64Array], nothing: Int64Array) -> Int64Array:
+            return np.concatenate(parts) if parts else nothing
+
+        return SampleBlock(
+            tuple(readers),
+            join(index_parts, empty),
+            join([b.sample_ids for b in blocks], empty),
+            join([b.seqlens for b in blocks], empty),
+            join([b.num_loss_tokens for b in blocks], empty),
+            join([b.refs for b in blocks], empty.reshape(0, 2)),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedBatch:
+    """One THD microbatch of one rank. T is the tokens this rank holds, T * local_cp_size those of the pack."""
+
+    tokens: torch.Tensor
+    """int64 [T]; pads hold the pad id."""
+    labels: torch.Tensor
+    """int64 [T]; -100 where there is no target."""
+    loss_mask: torch.Tensor
+    """float32 [T]; 0 at pads and where there is no target."""
+    position_ids: torch.Tensor
+    """int64 [T]; restart at each sequence and run on through its padding."""
+    padding_mask: torch.Tensor
+    """bool [T]; True at pads."""
+    document_id: torch.Tensor
+    """int32 [T]; number of the sequence in the pack, the tail pad being one of its own."""
+    cu_seqlens: torch.Tensor
+    """int32 [n + 1], cumulative real lengths over the whole CP group's pack."""
+    cu_seqlens_padded: torch.Tensor
+    """int32 [n + 1], with the holes; the same object as ``cu_seqlens`` when there are none between sequences."""
+    max_seqlen: int
+    """Longest padded sequence, tokens."""
+    local_cp_size: int
+    """Ranks that share this pack."""
+    cp_rank: int
+    """This rank's place among them."""
+    first_rank: int
+    """First rank of the block that shares this pack."""
+    sample_ids: tuple[int, ...]
+    """Numbers of the packed samples in the global batch, in pack order; empty for a dummy pack."""
+    refs: tuple[SampleRef, ...]
+    """(dataset_id, sample_id) of the packed samples, in pack order."""
+    extras: Mapping[str, Any] = field(default_factory=dict)
+    """User keys: per token, a tensor [T, ...]; per sample, a tuple in pack order."""
+    cp_group: dist.ProcessGroup | None = None
+    """Process group of the ranks that share this pack; None when there is one rank or no torch.distributed."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens this rank holds, padding included."""
+        return int(self.tokens.numel())
+
+    @property
+    def is_dummy(self) -> bool:
+        """Whether this pack only keeps the ranks in step and carries no sample."""
+        return not self.sample_ids
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> PackedBatch:
+        """The same batch with its tensors on ``device``; the cu_seqlens identity rule is kept."""
+        import dataclasses
+
+        import torch
+
+        def move(value: Any) -> Any:
+            if isinstance(value, torch.Tensor):
+                return value.to(device, non_blocking=non_blocking)
+            if isinstance(value, tuple):
+                return tuple(move(v) for v in value)
+            return value
+
+        moved = {
+            name: move(getattr(self, name))
+            for name in ("tokens", "labels", "loss_mask", "position_ids", "padding_mask", "document_id", "cu_seqlens")
+        }
+        same = self.cu_seqlens_padded is self.cu_seqlens
+        moved["cu_seqlens_padded"] = moved["cu_seqlens"] if same else move(self.cu_seqlens_padded)
+        moved["extras"] = {key: move(value) for key, value in self.extras.items()}
+        return dataclasses.replace(self, **moved)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One global batch as one rank sees it: its microbatches, and the facts all ranks share."""
+
+    index: int
+    """Number of the global batch since the start of the data, from 0."""
+    rank: int
+    """The DP x CP rank this is for."""
+    batches: tuple[PackedBatch, ...]
+    """This rank's microbatches in execution order."""
+    plan: Plan
+    """Who runs what, the same on every rank."""
+    num_samples_global: int
+    """Samples in the global batch."""
+    num_loss_tokens_global: int
+    """Positions with a loss in the global batch: the denominator of the loss."""
+    seqlen_sum: int
+    """Sum of real lengths over the global batch, tokens."""
+    seqlen_squared_sum: int
+    """Sum of squared real lengths over the global batch."""
+    source_counts: Mapping[int, int]
+    """Samples drawn from each dataset_id in this global batch."""
+
+    @property
+    def num_microbatches(self) -> int:
+        """Microbatches of this rank."""
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[PackedBatch]:
+        return iter(self.batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)
