@@ -193,9 +193,7 @@ class Sample(Mapping[str, Any]):
         if self._values is None:
             import torch
 
-            arrays = {
-                key: np.zeros(self.seqlen, dtype=dtype) for key, dtype in self._reader.token_keys.items()
-            }
+            arrays = {key: np.zeros(self.seqlen, dtype=dtype) for key, dtype in self._reader.token_keys.items()}
             one = np.zeros(1, dtype=np.int64)
             self._reader.read_spans(
                 np.array([self._sample_id], dtype=np.int64),

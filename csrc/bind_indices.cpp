@@ -1,0 +1,66 @@
+// Bindings of sample_index.h and blend.h.
+#include "arrays.h"
+#include "blend.h"
+#include "sample_index.h"
+
+namespace tdp {
+
+namespace {
+
+template <typename Row>
+py::array build_rows(const Array<int32_t>& lengths, const Array<int32_t>& document_index, int64_t sequence_length,
+                     int64_t extra_tokens, int64_t num_samples) {
+    const int64_t num_lengths = size_1d(lengths, "lengths");
+    const int64_t num_documents = size_1d(document_index, "document_index");
+    auto rows = empty<Row>({static_cast<py::ssize_t>(num_samples + 1), 2});
+    Row* out = rows.mutable_data();
+    const Unaligned<int32_t> lengths_view(lengths.data());
+    const int32_t* documents = document_index.data();
+    {
+        py::gil_scoped_release release;
+        build_sample_index<Row>(lengths_view, num_lengths, documents, num_documents, sequence_length, extra_tokens,
+                                num_samples, out);
+    }
+    return rows;
+}
+
+py::array py_build_sample_index(const Array<int32_t>& lengths, const Array<int32_t>& document_index,
+                                int64_t sequence_length, int64_t extra_tokens, int64_t num_samples, bool wide) {
+    if (sequence_length < 1) throw std::invalid_argument("sequence_length must be at least 1");
+    if (extra_tokens != 0 && extra_tokens != 1) throw std::invalid_argument("extra_tokens must be 0 or 1");
+    if (num_samples < 0) throw std::invalid_argument("num_samples must not be negative");
+    if (wide) return build_rows<int64_t>(lengths, document_index, sequence_length, extra_tokens, num_samples);
+    return build_rows<int32_t>(lengths, document_index, sequence_length, extra_tokens, num_samples);
+}
+
+py::tuple py_blend_continue(const Array<double>& weights, Array<int64_t>& counts, int64_t position, int64_t n) {
+    const int64_t k = size_1d(weights, "weights");
+    require_size(counts, "counts", k);
+    if (k == 0) throw std::invalid_argument("a blend needs at least one dataset");
+    if (position < 0 || n < 0) throw std::invalid_argument("position and n must not be negative");
+    auto dataset = empty<int32_t>({static_cast<py::ssize_t>(n)});
+    auto sample = empty<int64_t>({static_cast<py::ssize_t>(n)});
+    const double* w = weights.data();
+    int64_t* c = counts.mutable_data();
+    int32_t* d = dataset.mutable_data();
+    int64_t* s = sample.mutable_data();
+    {
+        py::gil_scoped_release release;
+        blend_continue(w, k, c, position, n, d, s);
+    }
+    return py::make_tuple(dataset, sample);
+}
+
+}  // namespace
+
+void register_indices(py::module_& m) {
+    m.def("build_sample_index", &py_build_sample_index, py::arg("lengths").noconvert(),
+          py::arg("document_index").noconvert(), py::arg("sequence_length"), py::arg("extra_tokens"),
+          py::arg("num_samples"), py::arg("wide"),
+          "Rows (place in document_index, token offset) [num_samples + 1, 2], int64 if wide else int32.");
+    m.def("blend_continue", &py_blend_continue, py::arg("weights").noconvert(), py::arg("counts").noconvert(),
+          py::arg("position"), py::arg("n"),
+          "The next n draws of a blend: (dataset_index int32 [n], sample_index int64 [n]); counts is updated.");
+}
+
+}  // namespace tdp

@@ -1,0 +1,16 @@
+// Which dataset each sample of a blend comes from.
+#pragma once
+
+#include <cstdint>
+
+namespace tdp {
+
+// Continues a blend from `position` for `n` samples: draws from the dataset with the largest deficit
+// weights[i] * max(position, 1) - counts[i], the first one on ties, and counts the draw.
+//
+// weights double[k]; counts int64[k], updated; dataset_index int32[n] and sample_index int64[n] (the dataset's own
+// running number) are written. Doubles without contraction, as Megatron computes them.
+void blend_continue(const double* weights, int64_t k, int64_t* counts, int64_t position, int64_t n,
+                    int32_t* dataset_index, int64_t* sample_index);
+
+}  // namespace tdp

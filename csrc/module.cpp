@@ -1,0 +1,13 @@
+// The extension module: one register_* function per topic, each in its bind_*.cpp.
+#include <pybind11/pybind11.h>
+
+namespace tdp {
+void register_gather(pybind11::module_& m);
+void register_indices(pybind11::module_& m);
+}  // namespace tdp
+
+PYBIND11_MODULE(_C, m, pybind11::mod_gil_not_used()) {
+    m.doc() = "Native kernels: index build, blend, gather. NumPy arrays in and out, no copies, GIL released.";
+    tdp::register_indices(m);
+    tdp::register_gather(m);
+}

@@ -1,0 +1,24 @@
+// Reads from arrays that lie inside an .idx file: its 34-byte header leaves them unaligned.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+namespace tdp {
+
+template <typename T>
+class Unaligned {
+public:
+    explicit Unaligned(const void* data) : bytes_(static_cast<const unsigned char*>(data)) {}
+
+    T operator[](int64_t i) const {
+        T value;
+        std::memcpy(&value, bytes_ + i * static_cast<int64_t>(sizeof(T)), sizeof(T));
+        return value;
+    }
+
+private:
+    const unsigned char* bytes_;
+};
+
+}  // namespace tdp

@@ -1,0 +1,48 @@
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+def build_sample_index(
+    lengths: npt.NDArray[np.int32],
+    document_index: npt.NDArray[np.int32],
+    sequence_length: int,
+    extra_tokens: int,
+    num_samples: int,
+    wide: bool,
+) -> npt.NDArray[Any]: ...
+def blend_continue(
+    weights: npt.NDArray[np.float64], counts: npt.NDArray[np.int64], position: int, n: int
+) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]: ...
+def sample_pieces(
+    lengths: npt.NDArray[np.int32],
+    pointers: npt.NDArray[np.int64],
+    document_index: npt.NDArray[np.int32],
+    sample_index: npt.NDArray[Any],
+    extra_tokens: int,
+    itemsize: int,
+    sample: npt.NDArray[np.int64],
+    start: npt.NDArray[np.int64],
+    length: npt.NDArray[np.int64],
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]: ...
+def gather_tokens(
+    source: npt.NDArray[np.uint8],
+    dtype_code: int,
+    piece_offset: npt.NDArray[np.int64],
+    piece_count: npt.NDArray[np.int64],
+    span_begin: npt.NDArray[np.int64],
+    length: npt.NDArray[np.int64],
+    destination: npt.NDArray[np.int64],
+    tokens: npt.NDArray[np.int64],
+    labels: npt.NDArray[np.int64],
+    loss_mask: npt.NDArray[np.float32],
+    ignore_label: int,
+    eod: int,
+) -> None: ...
+def copy_spans(
+    source: npt.NDArray[np.uint8],
+    source_offset: npt.NDArray[np.int64],
+    target: npt.NDArray[np.uint8],
+    target_offset: npt.NDArray[np.int64],
+    num_bytes: npt.NDArray[np.int64],
+) -> None: ...
