@@ -1,0 +1,160 @@
+"""The three indices that define Megatron's GPT sample order, bit for bit.
+
+Source: Megatron-LM (Aug 2026) behaviour; the draws are NumPy's legacy ``RandomState``, which NumPy has frozen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tdp_megatron import _C
+
+__all__ = ["GPTIndices", "build_gpt_indices", "epoch_plan"]
+
+_INT32_MAX = np.iinfo(np.int32).max
+
+#: A last epoch that contributes less than this share of its samples is shuffled apart from the others.
+_SEPARATE_FINAL_EPOCH_SHARE = 0.80
+
+
+@dataclass(frozen=True, slots=True)
+class GPTIndices:
+    """Sample ``i`` of the dataset is row ``shuffle_index[i]`` of ``sample_index``."""
+
+    document_index: npt.NDArray[np.int32]
+    """int32 [epochs * sequences], the shuffled sequence numbers, epoch after epoch."""
+    sample_index: npt.NDArray[Any]
+    """int32 or int64 [n + 1, 2], rows (place in document_index, token offset)."""
+    shuffle_index: npt.NDArray[Any]
+    """uint32 (int64 from 2^32 - 2 samples on) [n]."""
+    num_epochs: int
+    """How often the sequences are used."""
+    tokens_per_epoch: int
+    """Tokens of all sequences."""
+
+    def __len__(self) -> int:
+        return len(self.shuffle_index)
+
+
+@dataclass(frozen=True, slots=True)
+class EpochPlan:
+    """How many epochs a number of samples needs."""
+
+    num_epochs: int
+    num_samples: int
+    """Samples those epochs hold."""
+    separate_final_epoch: bool
+    """Whether the last epoch is shuffled apart."""
+    samples_before_final: int
+    """Samples that end before the last epoch does begin."""
+
+
+def epoch_plan(
+    tokens_per_epoch: int,
+    sequence_length: int,
+    num_samples: int | None,
+    *,
+    extra_token: int,
+    drop_last: bool,
+) -> EpochPlan:
+    """Epochs and samples for a request, by arithmetic.
+
+    Args:
+        tokens_per_epoch: tokens of the split.
+        sequence_length: tokens of one sample, the extra one not counted.
+        num_samples: samples wanted; None for what one epoch gives.
+        extra_token: 1 when samples carry the token after the last, else 0.
+        drop_last: whether a last partial sample is dropped.
+    """
+    if num_samples is None:
+        epochs = 1
+    else:
+        epochs = max(1, -(-(num_samples * sequence_length + extra_token) // tokens_per_epoch))
+    usable = epochs * tokens_per_epoch - extra_token
+    total = usable // sequence_length if drop_last else -(-usable // sequence_length)
+    before = ((epochs - 1) * tokens_per_epoch - extra_token) // sequence_length
+    separate = False
+    if epochs > 1 and num_samples is not None:
+        per_epoch = (tokens_per_epoch - extra_token) // sequence_length
+        separate = num_samples - before < int(_SEPARATE_FINAL_EPOCH_SHARE * per_epoch)
+    return EpochPlan(epochs, total, separate, before)
+
+
+def _shuffled_documents(
+    indices: npt.NDArray[np.int32], epochs: int, separate_final: bool, rng: np.random.RandomState
+) -> npt.NDArray[np.int32]:
+    parts = [epochs - 1, 1] if separate_final else [epochs]
+    document_index = np.tile(indices, epochs)
+    begin = 0
+    for part in parts:
+        end = begin + part * len(indices)
+        rng.shuffle(document_index[begin:end])
+        begin = end
+    return document_index
+
+
+def _shuffled_samples(total: int, boundary: int | None, rng: np.random.RandomState) -> npt.NDArray[Any]:
+    dtype = np.int64 if total >= np.iinfo(np.uint32).max - 1 else np.uint32
+    shuffle_index = np.arange(total, dtype=dtype)
+    if boundary is None:
+        rng.shuffle(shuffle_index)
+    else:
+        rng.shuffle(shuffle_index[:boundary])
+        rng.shuffle(shuffle_index[boundary:])
+    return shuffle_index
+
+
+def build_gpt_indices(
+    sequence_lengths: npt.NDArray[np.int32],
+    indices: npt.NDArray[np.int32],
+    *,
+    sequence_length: int,
+    num_samples: int | None,
+    random_seed: int,
+    add_extra_token_to_sequence: bool = True,
+    drop_last_partial_sequence: bool = True,
+    name: str = "dataset",
+) -> GPTIndices:
+    """Document, sample and shuffle index of fixed-length samples.
+
+    Args:
+        sequence_lengths: int32 [N], tokens of every sequence of the file.
+        indices: int32 [M], the sequences of this split.
+        sequence_length: tokens of one sample.
+        num_samples: samples wanted, as many epochs as that takes; None for one epoch.
+        random_seed: seed of the legacy generator, 0 <= seed < 2^32.
+        add_extra_token_to_sequence: whether each sample reads one token more, for its last label.
+        drop_last_partial_sequence: whether a last sample that is cut short is dropped.
+        name: what error messages call this data.
+
+    Returns:
+        The indices; of length 0 when one epoch is shorter than a sample and ``num_samples`` is None, as in Megatron.
+
+    Raises:
+        ValueError: the split has no token (Megatron loops for ever or aborts there).
+    """
+    if sequence_length < 1:
+        raise ValueError(f"sequence_length must be at least 1, got {sequence_length}")
+    if num_samples is not None and num_samples < 1:
+        raise ValueError(f"num_samples must be at least 1 or None, got {num_samples}")
+    extra = int(add_extra_token_to_sequence)
+    split_lengths = np.asarray(sequence_lengths)[indices]
+    tokens = int(split_lengths.sum(dtype=np.int64))
+    if tokens == 0:
+        raise ValueError(
+            f"{name}: the split holds {len(indices)} sequences and no token; give it a larger share or more data"
+        )
+    plan = epoch_plan(tokens, sequence_length, num_samples, extra_token=extra, drop_last=drop_last_partial_sequence)
+    rng = np.random.RandomState(random_seed)
+    document_index = _shuffled_documents(indices, plan.num_epochs, plan.separate_final_epoch, rng)
+    wide = max(len(document_index), int(split_lengths.max())) > _INT32_MAX
+    sample_index = _C.build_sample_index(
+        sequence_lengths, document_index, sequence_length, extra, plan.num_samples, wide
+    )
+    boundary = plan.samples_before_final if plan.separate_final_epoch else None
+    shuffle_index = _shuffled_samples(plan.num_samples, boundary, rng)
+    return GPTIndices(document_index, sample_index, shuffle_index, plan.num_epochs, tokens)
