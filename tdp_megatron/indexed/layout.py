@@ -1,0 +1,168 @@
+"""Where the arrays of an ``.idx`` file lie, and the checks that make them trustworthy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tdp_megatron.errors import FormatError
+from tdp_megatron.indexed.header import HEADER_SIZE, Header, parse_header
+
+__all__ = ["MAX_SEQUENCE_LENGTH", "IndexArrays", "iter_pointers", "read_layout"]
+
+#: Lengths are stored as int32.
+MAX_SEQUENCE_LENGTH = 2**31 - 1
+
+# Small enough for the temporaries of a chunk to stay in the cache, large enough to hide numpy's call overhead.
+_CHUNK = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class IndexArrays:
+    """The checked content of an index.
+
+    The arrays are read-only views of the file. The 34-byte header leaves them unaligned; indexing them with an
+    array, or ``np.require(a, requirements="A")``, gives an aligned copy.
+    """
+
+    dtype: np.dtype[Any]
+    """Element type of the ``.bin`` file."""
+    sequence_lengths: npt.NDArray[np.int32]
+    """int32 [N], tokens."""
+    sequence_pointers: npt.NDArray[np.int64]
+    """int64 [N], byte offset of each sequence in the ``.bin`` file."""
+    document_indices: npt.NDArray[np.int64]
+    """int64 [M], first sequence of each document, then N."""
+    sequence_modes: npt.NDArray[np.int8] | None
+    """int8 [N] for multimodal data, else None."""
+    num_tokens: int
+    """Sum of the lengths."""
+
+
+def iter_pointers(lengths: npt.NDArray[np.int32], itemsize: int, start: int = 0) -> Iterator[npt.NDArray[np.int64]]:
+    """Byte pointers of consecutive sequences, in chunks: the exclusive prefix sum of length * itemsize.
+
+    Args:
+        lengths: int32 [N], tokens.
+        itemsize: bytes per token.
+        start: pointer of the first sequence, bytes.
+    """
+    for first in range(0, len(lengths), _CHUNK):
+        ends = np.cumsum(lengths[first : first + _CHUNK], dtype=np.int64)
+        ends *= itemsize
+        ends += start
+        pointers = np.empty_like(ends)
+        pointers[0] = start
+        pointers[1:] = ends[:-1]
+        start = int(ends[-1])
+        yield pointers
+
+
+def read_layout(path: str, data: npt.NDArray[np.uint8], bin_path: str, bin_size: int, multimodal: bool) -> IndexArrays:
+    """Check an index against its own size and against its ``.bin`` file.
+
+    Args:
+        path: the index file, for messages.
+        data: uint8, the whole index file.
+        bin_path: the data file, for messages.
+        bin_size: bytes in the data file.
+        multimodal: whether an int8 mode per sequence follows the arrays; the header does not say.
+
+    Returns:
+        Views into ``data``.
+
+    Raises:
+        FormatError: any count, code, offset or length does not fit; the message has the byte offset, what was
+            expected and what was found.
+    """
+    header = parse_header(path, data[:64].tobytes(), len(data))
+    _check_size(path, len(data), header, multimodal)
+    n, m = header.sequence_count, header.document_index_count
+    pointers_at = HEADER_SIZE + 4 * n
+    documents_at = pointers_at + 8 * n
+    modes_at = documents_at + 8 * m
+    lengths = data[HEADER_SIZE:pointers_at].view(np.int32)
+    pointers = data[pointers_at:documents_at].view(np.int64)
+    documents = data[documents_at:modes_at].view(np.int64)
+    _check_documents(path, documents, documents_at, n)
+    size = _check_sequences(path, lengths, pointers, pointers_at, header.dtype.itemsize, bin_path, bin_size)
+    modes = data[modes_at:].view(np.int8) if multimodal else None
+    return IndexArrays(header.dtype, lengths, pointers, documents, modes, size // header.dtype.itemsize)
+
+
+def _check_size(path: str, size: int, header: Header, multimodal: bool) -> None:
+    # Python integers: counts near 2**64 must not wrap into something that fits.
+    n, m = header.sequence_count, header.document_index_count
+    plain = HEADER_SIZE + 12 * n + 8 * m
+    if size == (plain + n if multimodal else plain):
+        if m == 0:
+            raise FormatError(f"{path}: byte 26: expected at least 1 document index, found 0")
+        return
+    if size == (plain if multimodal else plain + n):
+        flag = "multimodal=False" if multimodal else "multimodal=True"
+        has = "has no" if multimodal else "has a"
+        raise FormatError(f"{path}: {size} bytes: the index {has} mode per sequence; open it with {flag}")
+    raise FormatError(
+        f"{path}: byte 18: {n} sequences and {m} document indices need {plain + n if multimodal else plain} bytes, "
+        f"the file has {size}"
+    )
+
+
+def _check_documents(path: str, documents: npt.NDArray[np.int64], offset: int, sequence_count: int) -> None:
+    if documents[0] != 0:
+        raise FormatError(f"{path}: byte {offset}: document_indices[0] must be 0, found {documents[0]}")
+    if documents[-1] != sequence_count:
+        raise FormatError(
+            f"{path}: byte {offset + 8 * (len(documents) - 1)}: the last document index must be the number of "
+            f"sequences {sequence_count}, found {documents[-1]}"
+        )
+    for first in range(0, len(documents) - 1, _CHUNK):
+        # An aligned copy first: numpy's comparisons of unaligned data are several times slower.
+        part = documents[first : first + _CHUNK + 1].copy()
+        falls = part[1:] < part[:-1]
+        if falls.any():
+            i = first + int(falls.argmax()) + 1
+            raise FormatError(
+                f"{path}: byte {offset + 8 * i}: document_indices must not decrease, but [{i}] is {documents[i]} "
+                f"after {documents[i - 1]}"
+            )
+
+
+def _check_sequences(
+    path: str,
+    lengths: npt.NDArray[np.int32],
+    pointers: npt.NDArray[np.int64],
+    pointers_at: int,
+    itemsize: int,
+    bin_path: str,
+    bin_size: int,
+) -> int:
+    start = 0
+    for first in range(0, len(lengths), _CHUNK):
+        part = lengths[first : first + _CHUNK].copy()
+        if part.min() < 0:
+            i = first + int((part < 0).argmax())
+            raise FormatError(f"{path}: byte {HEADER_SIZE + 4 * i}: length of sequence {i} is negative: {lengths[i]}")
+        expected = next(iter_pointers(part, itemsize, start))
+        wrong = pointers[first : first + _CHUNK].copy() != expected
+        if wrong.any():
+            k = int(wrong.argmax())
+            raise FormatError(
+                f"{path}: byte {pointers_at + 8 * (first + k)}: pointers must be the prefix sum of the lengths; "
+                f"sequence {first + k} should start at byte {expected[k]}, found {pointers[first + k]}"
+            )
+        # Stops before a sum of hostile lengths could pass 2**63.
+        start = int(expected[-1]) + int(part[-1]) * itemsize
+        if start > bin_size:
+            break
+    if start != bin_size:
+        total = int(lengths.sum(dtype=np.int64)) * itemsize
+        raise FormatError(
+            f"{bin_path}: bin has {bin_size} bytes, index needs {total} ({len(lengths)} sequences, {itemsize} bytes "
+            f"per token); the file is cut, or belongs to another index or dtype"
+        )
+    return start
