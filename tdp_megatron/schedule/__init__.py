@@ -1,0 +1,24 @@
+"""From lengths to a plan: packing algorithms, cost model, validation. Pure: no torch, no collectives, no files."""
+
+from __future__ import annotations
+
+from tdp_megatron.schedule.api import algorithms, register, schedule
+from tdp_megatron.schedule.cost import CostModel, imbalance, rank_costs
+from tdp_megatron.schedule.plan import Plan, PlanOp
+from tdp_megatron.schedule.problem import Limits, Mode, Problem
+from tdp_megatron.schedule.validation import validate
+
+__all__ = [
+    "CostModel",
+    "Limits",
+    "Mode",
+    "Plan",
+    "PlanOp",
+    "Problem",
+    "algorithms",
+    "imbalance",
+    "rank_costs",
+    "register",
+    "schedule",
+    "validate",
+]

@@ -1,0 +1,175 @@
+"""``schedule``: what it accepts, what it refuses, and the cases that other schedulers get wrong."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tdp_megatron.errors import ScheduleError
+from tdp_megatron.schedule import (
+    CostModel,
+    Mode,
+    Plan,
+    PlanOp,
+    algorithms,
+    api,
+    imbalance,
+    register,
+    schedule,
+    validate,
+)
+from tdp_megatron.types import ParallelLayout
+
+STATIC = ("dp_balanced", "lpt")
+
+
+@pytest.mark.parametrize(
+    ("seqlens", "error", "message"),
+    [
+        ([1.0, 2.0], TypeError, "got dtype float64"),
+        ([1.0, float("nan")], ValueError, r"seqlens\[1\] is NaN"),
+        ([3, -2], ValueError, r"seqlens\[1\] is -2"),
+        ([[1, 2]], ValueError, "one dimension"),
+        ([[1, 2], [3]], ValueError, "flat array"),
+        (7, ValueError, "one dimension"),
+        (["7"], TypeError, "must be integers"),
+        ([True, False], TypeError, "bool"),
+        (np.array([2**63], dtype=np.uint64), ValueError, "int64 cannot hold"),
+        ([2**70], TypeError, "object"),
+        (None, ValueError, "one dimension"),
+    ],
+)
+def test_lengths_that_are_no_lengths(seqlens, error, message):
+    with pytest.raises(error, match=message):
+        schedule(seqlens, ParallelLayout(2))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"layout": {"dp": 2}}, TypeError, "ParallelLayout"),
+        ({"cost": 3.0}, TypeError, "CostModel"),
+        ({"mode": "fast"}, ValueError, "free, lockstep, barrier, pipeline"),
+        ({"mode": "free(3)"}, ValueError, "got 'free"),
+        ({"mode": "pipeline(0)"}, ValueError, "stages must be at least 1"),
+        ({"mode": 3}, TypeError, "mode must be"),
+        ({"algorithm": "best"}, ValueError, "unknown algorithm 'best'; known are auto, .*lpt"),
+        ({"equal_count": 1}, TypeError, "equal_count"),
+        ({"microbatches_multiple": 0}, ValueError, "microbatches_multiple"),
+        ({"max_sequences_per_microbatch": 2.5}, TypeError, "max_sequences_per_microbatch"),
+        ({"algorithm": "lpt", "strict": True}, TypeError, "strict"),
+    ],
+)
+def test_bad_arguments(arguments, error, message):
+    with pytest.raises(error, match=message):
+        schedule([4, 5], **{"layout": ParallelLayout(2), **arguments})
+
+
+def test_modes_are_read_as_written():
+    assert Mode.parse("pipeline(8, 2)") == Mode("pipeline", 8, 2)
+    assert Mode.parse("pipeline") == Mode("pipeline", 4)
+    assert Mode.parse("lockstep").needs_equal_count
+    assert not Mode.parse("free").needs_equal_count
+
+
+@pytest.mark.parametrize("algorithm", STATIC)
+@pytest.mark.parametrize(
+    ("seqlens", "dp", "cp"),
+    [
+        ([], 4, 1),
+        ([0], 2, 2),
+        ([0, 0, 0], 2, 1),
+        ([1], 8, 1),
+        ([1] * 50, 3, 2),
+        ([64] * 8, 8, 1),
+        ([7, 8, 9, 15, 16, 17], 2, 4),
+        ([10] * 100, 6, 2),
+        (list(range(64)), 12, 1),
+    ],
+)
+@pytest.mark.parametrize("limits", [{}, {"equal_count": True}, {"microbatches_multiple": 3}])
+def test_small_and_odd_batches(algorithm, seqlens, dp, cp, limits):
+    plan = schedule(seqlens, ParallelLayout(dp, cp, 64, tail_multiple=2), algorithm=algorithm, **limits)
+    validate(plan, **limits)
+
+
+@pytest.mark.parametrize("algorithm", STATIC)
+def test_a_sequence_above_the_cap_is_named(algorithm):
+    with pytest.raises(ScheduleError, match="sequence 1 has 65 tokens, the limit is 64 .*1 sequence"):
+        schedule([64, 65, 3], ParallelLayout(1, 2, 40, tail_multiple=16), algorithm=algorithm)
+
+
+@pytest.mark.parametrize("algorithm", STATIC)
+def test_padding_counts_against_the_cap(algorithm):
+    # A cap of 5 per rank holds 10 tokens on two ranks, but sequences come in fours: 8.
+    layout = ParallelLayout(1, 2, 5, tail_multiple=1)
+    validate(schedule([8, 4, 4], layout, algorithm=algorithm))
+    with pytest.raises(ScheduleError, match="sequence 0 has 9 tokens, the limit is 8"):
+        schedule([9], layout, algorithm=algorithm)
+
+
+@pytest.mark.parametrize("algorithm", STATIC)
+def test_a_limit_on_sequences_is_kept(algorithm):
+    plan = schedule([1] * 30, ParallelLayout(2, 1, 64), algorithm=algorithm, max_sequences_per_microbatch=4)
+    validate(plan, max_sequences_per_microbatch=4)
+    with pytest.raises(ScheduleError):
+        validate(plan, max_sequences_per_microbatch=3)
+
+
+def test_many_short_sequences_where_megatron_has_not_enough_to_move():
+    seqlens, layout = [100] * 100, ParallelLayout(8, 1, 16384)
+    with pytest.raises(ScheduleError, match="no pack but the first"):
+        schedule(seqlens, layout, algorithm="dp_balanced", strict=True)
+    plan = schedule(seqlens, layout, algorithm="dp_balanced")
+    assert all(not op.is_dummy for op in plan.ops)
+    validate(plan, equal_count=True)
+
+
+def test_static_algorithms_use_cp_of_a_dynamic_layout():
+    layout = ParallelLayout(2, 2, 64, cp_sizes=(1, 2, 4))
+    assert set(schedule([10, 20, 100], layout, algorithm="lpt").op_cp_size.tolist()) == {2}
+    with pytest.raises(ScheduleError, match="limit is 128"):
+        schedule([200], layout, algorithm="lpt")
+    with pytest.raises(ScheduleError, match="cp 2 is not among cp_sizes"):
+        schedule([10], ParallelLayout(2, 2, 64, cp_sizes=(1, 4)), algorithm="lpt")
+
+
+def test_lpt_balances_work_and_not_tokens():
+    # One sequence of 100 costs as much as 50 of 10 do under b alone; by tokens it equals 10 of them.
+    cost = CostModel(a=0.0, b=1.0)
+    seqlens = [100] + [10] * 100
+    plan = schedule(seqlens, ParallelLayout(2, 1, 2000), cost, algorithm="lpt")
+    assert imbalance(plan, cost) == 1.0
+    assert imbalance(schedule(seqlens, ParallelLayout(2, 1, 2000), cost, algorithm="dp_balanced"), cost) > 1.3
+
+
+def test_order_of_equal_lengths_changes_only_ids():
+    layout = ParallelLayout(4, 1, 256)
+    seqlens = np.array([50, 50, 30, 30, 30, 20, 20, 10])
+    shuffled = np.random.default_rng(0).permutation(len(seqlens))
+    one, other = (schedule(s, layout, algorithm="lpt") for s in (seqlens, seqlens[shuffled]))
+    assert [one.seqlens[i] for i in one.sample_ids] == [other.seqlens[i] for i in other.sample_ids]
+    assert one.op_offsets.tolist() == other.op_offsets.tolist()
+
+
+def test_the_same_input_gives_the_same_bits():
+    seqlens = np.random.default_rng(1).integers(1, 2000, 500)
+    digests = {schedule(seqlens.tolist(), ParallelLayout(4, 2, 2048), algorithm="lpt").digest() for _ in range(3)}
+    assert len(digests) == 1
+
+
+def test_a_users_algorithm_is_called_by_name(monkeypatch):
+    monkeypatch.setattr(api, "_REGISTRY", dict(api._REGISTRY))
+
+    def one_pack(problem, *, reverse=False):
+        ids = tuple(range(len(problem.seqlens)))
+        return Plan.from_ops(problem.layout, problem.seqlens, [PlanOp(0, 1, ids[::-1] if reverse else ids)])
+
+    register("one_pack", one_pack)
+    assert "one_pack" in algorithms()
+    plan = schedule([3, 4], ParallelLayout(1), algorithm="one_pack", reverse=True)
+    assert plan.ops[0].sample_ids == (1, 0)
+    with pytest.raises(ValueError, match="exists already"):
+        register("one_pack", one_pack)
+    with pytest.raises(TypeError, match="callable"):
+        register("nothing", None)
