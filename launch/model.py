@@ -14,9 +14,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tdp_megatron.ops import cp_partition_indices
 from tdp_megatron.types import PackedBatch
 
-__all__ = ["GPT", "AttentionContext", "GPTConfig", "pack_positions"]
+__all__ = ["GPT", "AttentionContext", "GPTConfig"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,32 +39,6 @@ class GPTConfig:
                 f"hidden_size {self.hidden_size} must be a multiple of twice num_attention_heads "
                 f"({self.num_attention_heads}): rotary embeddings rotate pairs of channels of each head"
             )
-
-
-def pack_positions(bounds: Tensor, cp_size: int, cp_rank: int) -> Tensor:
-    """Where each token that one rank holds lies in the whole pack, for the load-balanced (zigzag) partition.
-
-    Every sequence is cut into 2 * cp_size equal chunks, of which rank r holds chunks r and 2 * cp_size - 1 - r: early
-    tokens, which attend to little, together with late ones, so that causal work is the same on each rank.
-
-    Args:
-        bounds: int64 [n + 1], where the sequences begin and end in the pack, padding included; each sequence is a
-            multiple of 2 * cp_size.
-        cp_size: Ranks that share the pack.
-        cp_rank: The rank asked about.
-
-    Returns:
-        int64 [bounds[-1] / cp_size], ascending.
-    """
-    if cp_size == 1:
-        return torch.arange(int(bounds[-1]), device=bounds.device)
-    starts = bounds // cp_size
-    local = torch.arange(int(starts[-1]), device=bounds.device)
-    sequence = torch.searchsorted(starts, local, right=True) - 1
-    within = local - starts[sequence]
-    half = (starts[sequence + 1] - starts[sequence]) // 2
-    chunks_before = torch.where(within < half, cp_rank, 2 * (cp_size - 1) - cp_rank)
-    return within + bounds[sequence] + half * chunks_before
 
 
 class _GatherKeysValues(torch.autograd.Function):
@@ -112,7 +87,7 @@ class AttentionContext:
             raise ValueError(f"cu_seqlens_padded ends at {int(bounds[-1])} but the pack has {total} tokens")
 
         # Keys arrive rank by rank, so their positions are listed rank by rank too.
-        key_positions = torch.cat([pack_positions(bounds, cp_size, rank) for rank in range(cp_size)])
+        key_positions = torch.cat([cp_partition_indices(bounds, cp_size, rank) for rank in range(cp_size)])
         query_positions = key_positions.view(cp_size, -1)[batch.cp_rank]
         key_documents = torch.searchsorted(bounds, key_positions, right=True)
         query_documents = key_documents.view(cp_size, -1)[batch.cp_rank]
@@ -137,7 +112,8 @@ class AttentionContext:
         if self.cp_group is not None:
             gathered = _GatherKeysValues.apply(torch.stack([key, value]), self.cp_group)
             key, value = gathered.permute(1, 2, 0, 3, 4).flatten(2, 3)
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=self.mask)
+        attended: Tensor = F.scaled_dot_product_attention(query, key, value, attn_mask=self.mask)
+        return attended
 
 
 class _Block(nn.Module):

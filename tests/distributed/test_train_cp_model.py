@@ -10,11 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tdp_megatron.ops import cp_partition_indices
 from tdp_megatron.testing import run_ranks
 from tdp_megatron.types import PackedBatch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "launch"))
-from model import GPT, GPTConfig, pack_positions
+from model import GPT, GPTConfig
 
 pytestmark = pytest.mark.distributed
 
@@ -41,7 +42,7 @@ def slice_of_pack(lengths: list[int], cp_size: int, cp_rank: int, pad_for: int) 
         position_ids[begin : begin + room] = np.arange(room)
         document_id[begin : begin + room] = i
     bounds = torch.tensor([*padded_ends.tolist(), total])
-    held = pack_positions(bounds, cp_size, cp_rank)
+    held = cp_partition_indices(bounds, cp_size, cp_rank)
 
     def mine(values: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(values)[held]

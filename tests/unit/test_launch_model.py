@@ -1,4 +1,4 @@
-"""The example GPT on one rank: partition arithmetic, document masking, pads and dummy packs."""
+"""The example GPT on one rank: document masking, pads and dummy packs."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tdp_megatron.types import PackedBatch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "launch"))
-from model import GPT, AttentionContext, GPTConfig, pack_positions
+from model import GPT, AttentionContext, GPTConfig
 
 CONFIG = GPTConfig(vocab_size=50, hidden_size=32, num_layers=2, num_attention_heads=2)
 
@@ -55,29 +53,6 @@ def whole_pack(documents: list[torch.Tensor], num_tokens: int) -> PackedBatch:
 
 def random_documents(*lengths: int) -> list[torch.Tensor]:
     return [torch.randint(1, CONFIG.vocab_size, (n,)) for n in lengths]
-
-
-def test_partition_matches_transformer_engine_example() -> None:
-    bounds = torch.tensor([0, 8, 16])
-    assert pack_positions(bounds, 2, 0).tolist() == [0, 1, 6, 7, 8, 9, 14, 15]
-    assert pack_positions(bounds, 2, 1).tolist() == [2, 3, 4, 5, 10, 11, 12, 13]
-
-
-@given(
-    chunk_sizes=st.lists(st.integers(0, 5), min_size=1, max_size=6),
-    cp_size=st.sampled_from([1, 2, 3, 4, 8]),
-)
-def test_partition_covers_every_token_once_in_two_chunks(chunk_sizes: list[int], cp_size: int) -> None:
-    lengths = [c * 2 * cp_size for c in chunk_sizes]
-    bounds = torch.tensor([0, *np.cumsum(lengths)])
-    ranks = [pack_positions(bounds, cp_size, r).tolist() for r in range(cp_size)]
-    assert sorted(position for held in ranks for position in held) == list(range(sum(lengths)))
-    for rank, held in enumerate(ranks):
-        expected: list[int] = []
-        for begin, chunk in zip(bounds.tolist(), chunk_sizes, strict=False):
-            for number in sorted({rank, 2 * cp_size - 1 - rank}):
-                expected += range(begin + number * chunk, begin + (number + 1) * chunk)
-        assert held == expected
 
 
 def test_output_of_a_document_is_independent_of_its_neighbours() -> None:
