@@ -106,9 +106,13 @@ class ParallelLayout:
         return -(-seqlen // multiple) * multiple
 
     def tokens_per_rank(self, padded_total: int, cp_size: int) -> int:
-        """Tokens each of ``cp_size`` ranks holds of sequences of ``padded_total`` tokens, tail included."""
+        """Tokens each of ``cp_size`` ranks holds of sequences of ``padded_total`` tokens, tail included.
+
+        With CP the result is even: the tail, too, is cut into two chunks per rank.
+        """
+        multiple = math.lcm(self.tail_multiple, 2) if cp_size > 1 else self.tail_multiple
         per_rank = -(-padded_total // cp_size)
-        return max(-(-per_rank // self.tail_multiple), 1) * self.tail_multiple
+        return max(-(-per_rank // multiple), 1) * multiple
 
 
 class SampleReader(Protocol):

@@ -5,6 +5,7 @@ Source: Megatron-LM's ``split`` strings ("99,1,0"); the rounding is half to even
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Sequence
@@ -58,7 +59,7 @@ def split_matrix(shares: Sequence[float]) -> SplitMatrix:
     bounds: list[float] = [0]
     for share in shares:
         bounds.append(bounds[-1] + share)
-    return tuple((lo, hi) if hi > lo else None for lo, hi in zip(bounds, bounds[1:], strict=False))
+    return tuple((lo, hi) if hi > lo else None for lo, hi in itertools.pairwise(bounds))
 
 
 def split_bounds(split: str, name: str, num_sequences: int) -> tuple[int, int]:

@@ -1,0 +1,9 @@
+"""The only place that issues collectives: groups, gathering of lengths, the exchange, agreement of plans."""
+
+from __future__ import annotations
+
+from tdp_megatron.distributed.collectives import require_equal, sum_int64
+from tdp_megatron.distributed.exchange import Exchange, GlobalSamples
+from tdp_megatron.distributed.groups import DpCpGroups
+
+__all__ = ["DpCpGroups", "Exchange", "GlobalSamples", "require_equal", "sum_int64"]

@@ -1,0 +1,106 @@
+"""The few collectives the data runtime needs, with a deadline and errors that say which step broke."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+
+from tdp_megatron.distributed.groups import DpCpGroups
+from tdp_megatron.errors import ExchangeError
+from tdp_megatron.types import Int64Array
+
+__all__ = ["all_gather_rows", "all_to_all_bytes", "gather_texts", "require_equal", "sum_int64"]
+
+
+@contextmanager
+def _named(groups: DpCpGroups, what: str) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise ExchangeError(
+            f"rank {groups.rank}: {what} did not complete within {groups.timeout_s:g} s or a rank is gone "
+            f"(ranks {', '.join(map(str, groups.global_ranks))} take part). Look at the other ranks' first error; "
+            f"raise timeout_s if a rank is only slow. Cause: {str(error).splitlines()[0]}"
+        ) from error
+
+
+def all_gather_rows(groups: DpCpGroups, row: npt.NDArray[np.int64], what: str) -> Int64Array:
+    """Rows of equal size from all ranks, int64 [R, *row.shape].
+
+    Raises:
+        ExchangeError: a rank is gone or late.
+    """
+    mine = torch.from_numpy(np.ascontiguousarray(row))
+    out = torch.empty((len(groups.global_ranks), *mine.shape), dtype=torch.int64)
+    with _named(groups, what):
+        dist.all_gather(list(out.unbind(0)), mine, group=groups.data_group)
+    gathered: Int64Array = out.numpy()
+    return gathered
+
+
+def gather_texts(groups: DpCpGroups, text: str, what: str) -> list[str]:
+    """One text from every rank, by rank. For rare events: errors, a new schema."""
+    data = text.encode()
+    sizes = all_gather_rows(groups, np.array([len(data)], dtype=np.int64), f"{what} (sizes)")[:, 0]
+    mine = torch.zeros(int(sizes.max()), dtype=torch.uint8)
+    if data:
+        mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    out = torch.empty((len(sizes), len(mine)), dtype=torch.uint8)
+    if len(mine):
+        with _named(groups, what):
+            dist.all_gather(list(out.unbind(0)), mine, group=groups.data_group)
+    return [bytes(out[r, : int(size)].numpy()).decode() for r, size in enumerate(sizes)]
+
+
+def all_to_all_bytes(
+    groups: DpCpGroups, send: npt.NDArray[np.uint8], send_sizes: list[int], receive_sizes: list[int], what: str
+) -> npt.NDArray[np.uint8]:
+    """One all-to-all of uneven byte runs.
+
+    Args:
+        groups: who takes part.
+        send: uint8 [sum of send_sizes], the runs for rank 0, 1, ... one after the other.
+        send_sizes: bytes for each rank.
+        receive_sizes: bytes from each rank.
+        what: how an error names this step.
+
+    Returns:
+        uint8 [sum of receive_sizes], by sending rank.
+
+    Raises:
+        ExchangeError: a rank is gone or late.
+    """
+    received = torch.empty(sum(receive_sizes), dtype=torch.uint8)
+    with _named(groups, what):
+        dist.all_to_all_single(received, torch.from_numpy(send), receive_sizes, send_sizes, group=groups.data_group)
+    out: npt.NDArray[np.uint8] = received.numpy()
+    return out
+
+
+def sum_int64(groups: DpCpGroups, value: int, what: str) -> int:
+    """Sum of one integer over all ranks."""
+    total = torch.tensor([value], dtype=torch.int64)
+    with _named(groups, what):
+        dist.all_reduce(total, group=groups.data_group)
+    return int(total)
+
+
+def require_equal(groups: DpCpGroups, digest: str, what: str) -> None:
+    """Compare a hexadecimal digest over all ranks.
+
+    Raises:
+        ExchangeError: some rank has another digest; the message names the ranks that differ from rank 0.
+    """
+    row = np.frombuffer(bytes.fromhex(digest)[:32].ljust(32, b"\0"), dtype=np.int64)
+    rows = all_gather_rows(groups, row, f"comparing {what}")
+    different = [r for r in range(len(rows)) if not np.array_equal(rows[r], rows[0])]
+    if different:
+        raise ExchangeError(
+            f"{what} differs between ranks: ranks {different} disagree with rank 0. All ranks need the same files, "
+            "seed, weights and library version"
+        )

@@ -1,0 +1,280 @@
+"""Rerouting samples that each rank reads for itself: gather the lengths, then one all-to-all of bytes.
+
+Every step begins with one small gather in which a rank also says that it failed or that its data ended, so that all
+ranks end together, with the same first cause.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tdp_megatron import _C
+from tdp_megatron.distributed.collectives import all_gather_rows, all_to_all_bytes, gather_texts
+from tdp_megatron.distributed.groups import DpCpGroups
+from tdp_megatron.distributed.wire import WireSchema, decode_values, encode_values
+from tdp_megatron.errors import ExchangeError
+from tdp_megatron.ops import PackBuffers, PackTable, allocate_pack, build_pack_table
+from tdp_megatron.samples import FlatSamples
+from tdp_megatron.schedule.plan import Plan
+from tdp_megatron.types import Int64Array
+
+__all__ = ["Exchange", "GlobalSamples"]
+
+
+@dataclass(frozen=True, slots=True)
+class GlobalSamples:
+    """What all ranks know of a global batch's samples after the lengths have been gathered.
+
+    Sample numbers go round the ranks: the first sample of rank 0, of rank 1, ..., then the second ones. A source that
+    deals one global order out to the ranks therefore keeps that order.
+    """
+
+    seqlens: Int64Array
+    num_loss_tokens: Int64Array
+    refs: Int64Array
+    """int64 [N, 2]."""
+    owner: Int64Array
+    """int64 [N], rank that has read the sample."""
+    local_index: Int64Array
+    """int64 [N], its place among that rank's samples."""
+    value_bytes: Int64Array
+    """int64 [N], encoded size of its per-sample values."""
+
+    def __len__(self) -> int:
+        return len(self.seqlens)
+
+
+class Exchange:
+    """Rerouting by all-to-all among the ranks of ``groups``; used from one thread, in step order."""
+
+    def __init__(self, groups: DpCpGroups) -> None:
+        self.groups = groups
+        self._schemas: dict[int, WireSchema] = {}
+        self._agreed: set[int] = set()
+        self._schema = WireSchema(())
+        self._encoded: list[bytes] = []
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that take part."""
+        return len(self.groups.global_ranks)
+
+    def gather(
+        self,
+        step: int,
+        local: FlatSamples | None,
+        wanted: int,
+        *,
+        error: Exception | None = None,
+        has_more: Callable[[], bool] = lambda: False,
+    ) -> GlobalSamples:
+        """Tell all ranks what this one has read, and learn what they have.
+
+        Args:
+            step: number of the global batch, for messages.
+            local: this rank's samples; None when reading failed.
+            wanted: samples each rank should have.
+            error: why reading failed.
+            has_more: called when some rank's data ended: whether this rank could read on.
+
+        Returns:
+            The samples of all ranks; fewer than ``wanted`` per rank when the data ended on all of them.
+
+        Raises:
+            ExchangeError: a rank failed, its data ended before the others', or the ranks' keys differ.
+        """
+        digest = 0
+        if local is not None and error is None:
+            try:
+                digest = self._prepare(local)
+            except Exception as failure:
+                error = failure
+        count = 0 if local is None or error is not None else len(local.block)
+        what = f"step {step}: gathering lengths"
+        header = all_gather_rows(
+            self.groups, np.array([count, wanted, error is not None, digest], dtype=np.int64), what
+        )
+        self._raise_first(step, header[:, 2], error)
+        counts = header[:, 0]
+        if (counts < header[:, 1]).any():
+            self._check_end(step, counts, wanted, has_more)
+        self._agree_on_schema(step, header[:, 3], digest)
+
+        rows = np.zeros((max(int(counts.max()), 1), 5), dtype=np.int64)
+        if local is not None and count:
+            block = local.block
+            rows[:count, 0] = block.seqlens
+            rows[:count, 1] = block.num_loss_tokens
+            rows[:count, 2:4] = block.refs
+            rows[:count, 4] = [len(data) for data in self._encoded]
+        gathered = all_gather_rows(self.groups, rows, what)
+        place, owner = np.nonzero(np.arange(rows.shape[0])[:, None] < counts[None, :])
+        table = gathered[owner, place]
+        column = np.ascontiguousarray
+        return GlobalSamples(
+            seqlens=column(table[:, 0]),
+            num_loss_tokens=column(table[:, 1]),
+            refs=column(table[:, 2:4]),
+            owner=owner.astype(np.int64),
+            local_index=place.astype(np.int64),
+            value_bytes=column(table[:, 4]),
+        )
+
+    def run(
+        self, step: int, plan: Plan, samples: GlobalSamples, local: FlatSamples, *, pad_id: int = 0
+    ) -> tuple[PackTable, PackBuffers, dict[int, Mapping[str, Any]]]:
+        """Send every rank what the plan gives it, and pack what arrives here.
+
+        Returns:
+            This rank's pack table, its filled buffers, and the per-sample values of the samples it holds.
+
+        Raises:
+            ExchangeError: a rank is gone or late.
+        """
+        me = self.groups.rank
+        sends = [_Parcel.of(build_pack_table(plan, r), plan, samples, me) for r in range(self.num_ranks)]
+        mine = build_pack_table(plan, me)
+        receives = [_Parcel.of(mine, plan, samples, r) for r in range(self.num_ranks)]
+        sizes = [self._size(parcel) for parcel in sends]
+        receive_sizes = [self._size(parcel) for parcel in receives]
+
+        send = np.zeros(sum(sizes), dtype=np.uint8)
+        source_offsets = [local.offsets[samples.local_index[p.sample_ids]] + p.starts for p in sends]
+        for key, place in self._key_places(sends, sizes):
+            width = self._schema.token_bytes(key)
+            lengths = np.concatenate([p.lengths for p in sends]) * width
+            _C.copy_spans(_as_bytes(local.arrays[key]), np.concatenate(source_offsets) * width, send, place, lengths)
+        for parcel, end in zip(sends, np.cumsum(sizes).tolist(), strict=True):
+            blob = b"".join(self._encoded[int(samples.local_index[i])] for i in parcel.value_ids.tolist())
+            send[end - len(blob) : end] = np.frombuffer(blob, dtype=np.uint8)
+
+        received = all_to_all_bytes(self.groups, send, sizes, receive_sizes, f"step {step}: exchanging samples")
+
+        extra = {key: (self._schema.dtype(key), spec[1]) for key, spec in self._schema.keys}
+        buffers = allocate_pack(mine, extra, pad_id=pad_id)
+        destinations = np.concatenate([p.destinations for p in receives])
+        for key, place in self._key_places(receives, receive_sizes):
+            width = self._schema.token_bytes(key)
+            lengths = np.concatenate([p.lengths for p in receives]) * width
+            _C.copy_spans(received, place, _as_bytes(buffers.arrays[key]), destinations * width, lengths)
+        values: dict[int, Mapping[str, Any]] = {}
+        for parcel, end in zip(receives, np.cumsum(receive_sizes).tolist(), strict=True):
+            at = end - int(parcel.value_bytes.sum())
+            for i, size in zip(parcel.value_ids.tolist(), parcel.value_bytes.tolist(), strict=True):
+                values[i] = decode_values(received[at : at + size].tobytes())
+                at += size
+        return mine, buffers, values
+
+    def _prepare(self, local: FlatSamples) -> int:
+        """Encode the per-sample values; a digest of the schema, 0 without samples."""
+        self._encoded = [encode_values(values) for values in local.values]
+        if not len(local.block):
+            return 0
+        text = WireSchema.of(local.specs).to_json()
+        digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little") + 1
+        self._schemas.setdefault(digest, WireSchema.from_json(text))
+        return digest
+
+    def _raise_first(self, step: int, failed: Int64Array, error: Exception | None) -> None:
+        if not failed.any():
+            return
+        text = "" if error is None else f"{type(error).__name__}: {error}"
+        texts = gather_texts(self.groups, text, f"step {step}: gathering error messages")
+        first = int(np.flatnonzero(failed)[0])
+        raise ExchangeError(f"step {step}: rank {first} failed: {texts[first]}") from error
+
+    def _check_end(self, step: int, counts: Int64Array, wanted: int, has_more: Callable[[], bool]) -> None:
+        error: Exception | None = None
+        more = 0
+        if int(counts[self.groups.rank]) == wanted:
+            try:
+                more = int(has_more())
+            except Exception as failure:
+                error = failure
+        state = all_gather_rows(
+            self.groups, np.array([more, error is not None], dtype=np.int64), f"step {step}: agreeing on the end"
+        )
+        self._raise_first(step, state[:, 1], error)
+        going_on = np.flatnonzero(state[:, 0])
+        if len(going_on) or int(counts.max() - counts.min()) > 1:
+            first = int(np.argmin(counts))
+            others = going_on.tolist() if len(going_on) else np.flatnonzero(counts > counts[first] + 1).tolist()
+            raise ExchangeError(
+                f"step {step}: the data of rank {first} ended after {int(counts[first])} of {wanted} samples while "
+                f"ranks {others} have more; give every rank the same number of samples"
+            )
+
+    def _agree_on_schema(self, step: int, digests: Int64Array, mine: int) -> None:
+        used = sorted(set(digests.tolist()) - {0})
+        if not used:
+            return
+        # Known digests are the same set on every rank once they have been gathered, so all ranks branch alike.
+        if len(used) > 1 or used[0] not in self._agreed:
+            schema = self._schemas[mine].to_json() if mine else ""
+            texts = gather_texts(self.groups, schema, f"step {step}: agreeing on keys")
+            if len(used) > 1:
+                shown = "; ".join(f"rank {r}: {t}" for r, t in enumerate(texts) if t)
+                raise ExchangeError(f"step {step}: the ranks' samples have different per-token keys: {shown}")
+            self._schemas[used[0]] = WireSchema.from_json(next(t for t in texts if t))
+            self._agreed.add(used[0])
+        self._schema = self._schemas[used[0]]
+
+    def _size(self, parcel: _Parcel) -> int:
+        tokens = int(parcel.lengths.sum())
+        return tokens * sum(self._schema.token_bytes(k) for k, _ in self._schema.keys) + int(parcel.value_bytes.sum())
+
+    def _key_places(self, parcels: list[_Parcel], sizes: list[int]) -> list[tuple[str, Int64Array]]:
+        """Per key, the byte offset of every span in the joined parcels: key by key inside each parcel."""
+        begins = np.cumsum(sizes) - sizes
+        places: list[tuple[str, Int64Array]] = []
+        before = 0  # bytes per token of the keys that come first
+        for key, _ in self._schema.keys:
+            width = self._schema.token_bytes(key)
+            parts = [
+                int(begin) + int(p.lengths.sum()) * before + (np.cumsum(p.lengths) - p.lengths) * width
+                for begin, p in zip(begins, parcels, strict=True)
+            ]
+            places.append((key, np.concatenate(parts)))
+            before += width
+        return places
+
+
+@dataclass(frozen=True, slots=True)
+class _Parcel:
+    """The spans that one rank sends another, in the order of the receiver's pack table."""
+
+    sample_ids: Int64Array
+    starts: Int64Array
+    lengths: Int64Array
+    destinations: Int64Array
+    value_ids: Int64Array
+    """Samples whose per-sample values travel, in the receiver's pack order."""
+    value_bytes: Int64Array
+
+    @staticmethod
+    def of(table: PackTable, plan: Plan, samples: GlobalSamples, sender: int) -> _Parcel:
+        real = table.lengths > 0
+        rows = np.flatnonzero(real)
+        rows = rows[samples.owner[table.sample_ids[rows]] == sender]
+        ops = table.ops.tolist()
+        ids = [plan.sample_ids[int(plan.op_offsets[op]) : int(plan.op_offsets[op + 1])] for op in ops]
+        held = np.concatenate(ids) if ids else np.zeros(0, dtype=np.int64)
+        held = held[samples.owner[held] == sender]
+        return _Parcel(
+            table.sample_ids[rows],
+            table.starts[rows],
+            table.lengths[rows],
+            table.destinations[rows],
+            held,
+            samples.value_bytes[held],
+        )
+
+
+def _as_bytes(array: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
+    return array.reshape(-1).view(np.uint8)

@@ -1,0 +1,27 @@
+"""The stages as ``torchdata.nodes``: IndexedRead -> GPTSample | DocumentSample -> Blend -> Pack -> Reroute."""
+
+from __future__ import annotations
+
+from tdp_megatron.nodes.base import Node, SampleSource
+from tdp_megatron.nodes.blend import Blend
+from tdp_megatron.nodes.document_sample import DocumentSample
+from tdp_megatron.nodes.gpt_sample import GPTSample
+from tdp_megatron.nodes.indexed_read import IndexedRead
+from tdp_megatron.nodes.pack import GlobalBatch, Pack
+from tdp_megatron.nodes.prefetch import Prefetch
+from tdp_megatron.nodes.reroute import Reroute
+from tdp_megatron.nodes.shard import Shard
+
+__all__ = [
+    "Blend",
+    "DocumentSample",
+    "GPTSample",
+    "GlobalBatch",
+    "IndexedRead",
+    "Node",
+    "Pack",
+    "Prefetch",
+    "Reroute",
+    "SampleSource",
+    "Shard",
+]

@@ -1,0 +1,184 @@
+"""What all nodes share: state that checks itself, failures that stay, and blocks of samples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from torchdata.nodes import BaseNode
+
+from tdp_megatron.errors import StateMismatchError
+from tdp_megatron.samples import block_from_items
+from tdp_megatron.stats import NodeStats
+from tdp_megatron.types import Sample, SampleBlock
+
+__all__ = ["Node", "SampleSource", "draw_block", "leaf_count"]
+
+T = TypeVar("T")
+
+
+class Node(BaseNode[T]):
+    """A ``BaseNode`` whose state is a position, a version and a fingerprint of its configuration.
+
+    Subclasses write ``fingerprint``, ``_open`` (expensive work, at the first reset), ``_restart`` (go to a position,
+    with the sources' states) and ``_next``. An exception is raised again by every later ``next`` until ``reset``.
+    """
+
+    VERSION_KEY = "version"
+    FINGERPRINT_KEY = "fingerprint"
+    POSITION_KEY = "position"
+    SOURCE_KEY = "source"
+    VERSION = 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stats = NodeStats()
+        self._position = 0
+        self._failure: Exception | None = None
+        self._is_open = False
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What a saved state must agree with: JSON values that decide the order of the data, and nothing per rank."""
+        raise NotImplementedError
+
+    def _open(self) -> None:
+        """Expensive work, once."""
+
+    def _restart(self, position: int, state: Mapping[str, Any] | None) -> None:
+        """Go to ``position``; ``state`` is this node's saved state, None at the beginning."""
+        raise NotImplementedError
+
+    def _next(self) -> T:
+        raise NotImplementedError
+
+    def _source_state(self) -> dict[str, Any]:
+        """Further entries of the state: the sources'."""
+        return {}
+
+    def reset(self, initial_state: dict[str, Any] | None = None) -> None:
+        super().reset(initial_state)
+        self._failure = None
+        try:
+            if not self._is_open:
+                self._open()
+                self._is_open = True
+            position = 0 if initial_state is None else self._check(initial_state)
+            self._restart(position, initial_state)
+            self._position = position
+        except Exception as error:
+            self._failure = error
+            raise
+
+    def next(self) -> T:
+        if self._failure is not None:
+            raise self._failure
+        try:
+            return self._next()
+        except Exception as error:  # the end of the data is final too, until reset
+            self._failure = error
+            raise
+
+    def get_state(self) -> dict[str, Any]:
+        return {
+            self.VERSION_KEY: self.VERSION,
+            self.FINGERPRINT_KEY: {"node": type(self).__name__, **self.fingerprint()},
+            self.POSITION_KEY: self._position,
+            **self._source_state(),
+        }
+
+    def _check(self, state: Mapping[str, Any]) -> int:
+        """The position in a saved state.
+
+        Raises:
+            StateMismatchError: it belongs to another node, version or configuration.
+        """
+        name = type(self).__name__
+        missing = [k for k in (self.VERSION_KEY, self.FINGERPRINT_KEY, self.POSITION_KEY) if k not in state]
+        if missing:
+            raise StateMismatchError(f"{name}: the saved state has no {missing[0]!r}; it has {sorted(state)}")
+        if state[self.VERSION_KEY] != self.VERSION:
+            raise StateMismatchError(
+                f"{name}: the saved state has version {state[self.VERSION_KEY]!r}, this library reads {self.VERSION}"
+            )
+        saved, now = state[self.FINGERPRINT_KEY], {"node": name, **self.fingerprint()}
+        different = [k for k in {**now, **saved} if saved.get(k) != now.get(k)]
+        if different:
+            shown = "; ".join(f"{k} was {saved.get(k)!r} and is {now.get(k)!r}" for k in different)
+            raise StateMismatchError(
+                f"{name}: the saved state belongs to another configuration: {shown}. "
+                "Start with the old configuration, or without the saved state"
+            )
+        position = state[self.POSITION_KEY]
+        if isinstance(position, bool) or not isinstance(position, int) or position < 0:
+            raise StateMismatchError(f"{name}: position must be a non-negative integer, found {position!r}")
+        return position
+
+
+class SampleSource(Node[Sample]):
+    """A node of samples that also hands them out in blocks; subclasses write ``_take``."""
+
+    def _take(self, n: int) -> SampleBlock:
+        """The next samples, ``n`` or as many as are left, from ``self._position`` on."""
+        raise NotImplementedError
+
+    @property
+    def num_datasets(self) -> int:
+        """How many dataset ids the samples of this node use, counting from 0."""
+        return 1
+
+    def take(self, n: int) -> SampleBlock:
+        """The next ``n`` samples as one block, fewer at the end of the data.
+
+        Raises:
+            ValueError: n is negative.
+        """
+        if n < 0:
+            raise ValueError(f"n must not be negative, got {n}")
+        if not self._is_open:
+            self.reset(None)
+        if self._failure is not None:
+            if isinstance(self._failure, StopIteration):
+                n = 0
+            else:
+                raise self._failure
+        try:
+            with self.stats.working():
+                block = self._take(n)
+        except Exception as error:
+            self._failure = error
+            raise
+        self._position += len(block)
+        self.stats.items += len(block)
+        self.stats.tokens += int(block.seqlens.sum())
+        return block
+
+    def _next(self) -> Sample:
+        block = self.take(1)
+        if not len(block):
+            raise StopIteration
+        return block[0]
+
+
+def leaf_count(source: BaseNode[Any]) -> int:
+    """Dataset ids a source uses: its own word for it, 1 for a user's node."""
+    return source.num_datasets if isinstance(source, SampleSource) else 1
+
+
+def draw_block(source: BaseNode[Any], n: int, dataset_id: int, number: int) -> SampleBlock:
+    """The next ``n`` samples of any source, fewer at its end.
+
+    Args:
+        source: one of ours, asked for a block, or any node that yields samples or mappings.
+        n: samples.
+        dataset_id: provenance of samples that bring none.
+        number: how many have been drawn from it before.
+    """
+    if isinstance(source, SampleSource):
+        return source.take(n)
+    items = []
+    for _ in range(n):
+        try:
+            items.append(next(source))
+        except StopIteration:
+            break
+    return block_from_items(items, dataset_id, number)

@@ -1,0 +1,146 @@
+"""``GPTSample``: fixed-length samples over document boundaries, in Megatron's order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from tdp_megatron.datasets.gpt_indices import build_gpt_indices
+from tdp_megatron.datasets.readers import GPTReader
+from tdp_megatron.nodes.base import SampleSource
+from tdp_megatron.nodes.indexed_read import IndexedRead
+from tdp_megatron.types import UNKNOWN_LOSS_TOKENS, SampleBlock
+
+__all__ = ["GPTSample"]
+
+
+class GPTSample(SampleSource):
+    """Samples of ``sequence_length`` tokens, the same ones in the same order as Megatron-LM's ``GPTDataset``.
+
+    Args:
+        source: the file and split.
+        sequence_length: tokens of a sample.
+        num_samples: samples to make, over as many epochs as that takes; None for one epoch.
+        random_seed: Megatron's ``random_seed``.
+        add_extra_token_to_sequence: whether a sample reads one token more, so that its last label is known.
+        drop_last_partial_sequence: whether a last, shorter sample is left out.
+        eod_token: end-of-document id, for ``eod_mask_loss``.
+        eod_mask_loss: no loss at positions whose token is ``eod_token``.
+
+    Raises:
+        ValueError: a bad argument; at reset, a split too small for one sample.
+    """
+
+    def __init__(
+        self,
+        source: IndexedRead,
+        *,
+        sequence_length: int,
+        num_samples: int | None = None,
+        random_seed: int = 1234,
+        add_extra_token_to_sequence: bool = True,
+        drop_last_partial_sequence: bool = True,
+        eod_token: int | None = None,
+        eod_mask_loss: bool = False,
+    ) -> None:
+        super().__init__()
+        if not isinstance(source, IndexedRead):
+            raise TypeError(f"source must be an IndexedRead: samples need random access; got {type(source).__name__}")
+        if sequence_length < 1:
+            raise ValueError(f"sequence_length must be at least 1, got {sequence_length}")
+        if num_samples is not None and num_samples < 1:
+            raise ValueError(f"num_samples must be at least 1 or None, got {num_samples}")
+        if not 0 <= random_seed < 2**32:
+            raise ValueError(f"random_seed must be in [0, 2**32), got {random_seed}")
+        if eod_mask_loss and eod_token is None:
+            raise ValueError("eod_mask_loss needs eod_token")
+        self.source = source
+        self.sequence_length = sequence_length
+        self.num_samples = num_samples
+        self.random_seed = random_seed
+        self.add_extra_token_to_sequence = add_extra_token_to_sequence
+        self.drop_last_partial_sequence = drop_last_partial_sequence
+        self.eod_token = eod_token
+        self.eod_mask_loss = eod_mask_loss
+        self._reader: GPTReader | None = None
+
+    def fingerprint(self) -> dict[str, Any]:
+        return {
+            "sequence_length": self.sequence_length,
+            "num_samples": self.num_samples,
+            "random_seed": self.random_seed,
+            "add_extra_token_to_sequence": self.add_extra_token_to_sequence,
+            "drop_last_partial_sequence": self.drop_last_partial_sequence,
+            "source": self.source.fingerprint(),
+        }
+
+    def __len__(self) -> int:
+        """Samples of the whole run; builds the indices."""
+        self._build()
+        assert self._reader is not None
+        return len(self._reader.indices)
+
+    @property
+    def samples_per_epoch(self) -> int:
+        """Samples one pass over the data gives."""
+        self._build()
+        assert self._reader is not None
+        return self._reader.indices.tokens_per_epoch // self.sequence_length
+
+    def _open(self) -> None:
+        self._build()
+
+    def _build(self) -> None:
+        if self._reader is not None:
+            return
+        dataset = self.source.dataset
+        begin, end = self.source.bounds
+        indices = build_gpt_indices(
+            dataset.sequence_lengths,
+            np.arange(begin, end, dtype=np.int32),
+            sequence_length=self.sequence_length,
+            num_samples=self.num_samples,
+            random_seed=self.random_seed,
+            add_extra_token_to_sequence=self.add_extra_token_to_sequence,
+            drop_last_partial_sequence=self.drop_last_partial_sequence,
+            name=self.source.label,
+        )
+        extra = int(self.add_extra_token_to_sequence)
+        if not len(indices):
+            raise ValueError(
+                f"{self.source.label}: the split holds {indices.tokens_per_epoch} tokens, one sample needs "
+                f"{self.sequence_length + extra}; give num_samples (epochs repeat), more data or a smaller "
+                "sequence_length"
+            )
+        eod = self.eod_token if self.eod_mask_loss else None
+        # Every sample is full but the one that ends the data, when it is kept.
+        self._last_seqlen = self.sequence_length
+        total = indices.num_epochs * indices.tokens_per_epoch
+        if not self.drop_last_partial_sequence:
+            self._last_seqlen = min(self.sequence_length, total - extra - (len(indices) - 1) * self.sequence_length)
+        self._reader = GPTReader(dataset, indices, extra, eod)
+
+    def _restart(self, position: int, state: Mapping[str, Any] | None) -> None:
+        if position > len(self):
+            raise ValueError(f"{self.source.label}: position {position} is past the {len(self)} samples")
+
+    def _take(self, n: int) -> SampleBlock:
+        assert self._reader is not None
+        indices = self._reader.indices
+        ids = np.arange(self._position, min(self._position + n, len(indices)), dtype=np.int64)
+        rows = indices.shuffle_index[ids].astype(np.int64)
+        seqlens = np.where(rows == len(indices) - 1, self._last_seqlen, self.sequence_length).astype(np.int64)
+        if self.eod_mask_loss:
+            loss = np.full(len(ids), UNKNOWN_LOSS_TOKENS, dtype=np.int64)
+        else:
+            loss = seqlens if self.add_extra_token_to_sequence else seqlens - 1
+        return SampleBlock(
+            readers=(self._reader,),
+            reader_index=np.zeros(len(ids), dtype=np.int64),
+            sample_ids=ids,
+            seqlens=seqlens,
+            num_loss_tokens=loss,
+            refs=np.stack([np.zeros_like(ids), ids], axis=1),
+        )

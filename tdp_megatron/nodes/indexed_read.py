@@ -1,0 +1,96 @@
+"""``IndexedRead``: the sequences of a ``.bin/.idx`` pair, or of one split of it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from tdp_megatron.datasets.readers import RunReader
+from tdp_megatron.datasets.splits import parse_split, split_bounds
+from tdp_megatron.indexed import IndexedDataset, check_vocab
+from tdp_megatron.nodes.base import SampleSource
+from tdp_megatron.types import Int64Array, SampleBlock
+
+__all__ = ["IndexedRead"]
+
+
+class IndexedRead(SampleSource):
+    """Sequences in file order, one sample each; what ``GPTSample`` and ``DocumentSample`` draw from.
+
+    Args:
+        path_prefix: the files' path without ``.bin`` or ``.idx``.
+        split: Megatron's split string.
+        split_name: ``train``, ``valid`` or ``test``.
+        mmap: read through a memory map; otherwise with positioned reads.
+        vocab_size: when given, a file whose dtype cannot come from that vocabulary is refused.
+    """
+
+    def __init__(
+        self,
+        path_prefix: str | os.PathLike[str],
+        *,
+        split: str = "1,0,0",
+        split_name: str = "train",
+        mmap: bool = True,
+        vocab_size: int | None = None,
+    ) -> None:
+        super().__init__()
+        parse_split(split)
+        split_bounds(split, split_name, 0)
+        self.path_prefix = os.fspath(path_prefix)
+        self.split = split
+        self.split_name = split_name
+        self.mmap = mmap
+        self.vocab_size = vocab_size
+        self._dataset: IndexedDataset | None = None
+        self._reader: RunReader | None = None
+
+    @property
+    def dataset(self) -> IndexedDataset:
+        """The file, opened at the first use."""
+        if self._dataset is None:
+            dataset = IndexedDataset(self.path_prefix, mmap=self.mmap)
+            if self.vocab_size is not None:
+                check_vocab(dataset, self.vocab_size)
+            self._dataset = dataset
+        return self._dataset
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """First and one-past-last sequence of the split."""
+        return split_bounds(self.split, self.split_name, len(self.dataset))
+
+    @property
+    def label(self) -> str:
+        """What error messages call this data."""
+        return f"{self.path_prefix} (split {self.split!r}, {self.split_name})"
+
+    def fingerprint(self) -> dict[str, Any]:
+        return {"split": self.split, "split_name": self.split_name, **self.dataset.fingerprint()}
+
+    def _open(self) -> None:
+        begin, end = self.bounds
+        pointers = np.array(self.dataset.sequence_pointers[begin:end], dtype=np.int64)
+        self._seqlens = np.array(self.dataset.sequence_lengths[begin:end], dtype=np.int64)
+        self._reader = RunReader(self.dataset, pointers, self._seqlens)
+
+    def _restart(self, position: int, state: Mapping[str, Any] | None) -> None:
+        if position > len(self._seqlens):
+            raise ValueError(f"{self.label}: position {position} is past the {len(self._seqlens)} sequences")
+
+    def _take(self, n: int) -> SampleBlock:
+        assert self._reader is not None
+        ids: Int64Array = np.arange(self._position, min(self._position + n, len(self._seqlens)), dtype=np.int64)
+        seqlens = self._seqlens[ids]
+        begin, _ = self.bounds
+        return SampleBlock(
+            readers=(self._reader,),
+            reader_index=np.zeros(len(ids), dtype=np.int64),
+            sample_ids=ids,
+            seqlens=seqlens,
+            num_loss_tokens=np.maximum(seqlens - 1, 0),
+            refs=np.stack([np.zeros_like(ids), begin + ids], axis=1),
+        )

@@ -1,0 +1,225 @@
+"""``Pack``: a global batch of samples becomes a plan of packed microbatches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torchdata.nodes import BaseNode
+
+from tdp_megatron.distributed import Exchange, GlobalSamples
+from tdp_megatron.nodes.base import Node, draw_block
+from tdp_megatron.ops import allocate_pack, build_pack_table, packed_batches
+from tdp_megatron.samples import FlatSamples, MappingReader, read_block, read_spans_by_reader, token_key_specs
+from tdp_megatron.schedule import CostModel, Plan, schedule, validate
+from tdp_megatron.types import Int64Array, PackedBatch, ParallelLayout, SampleBlock
+
+__all__ = ["GlobalBatch", "Pack"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GlobalBatch:
+    """One planned global batch. Nothing has been read yet unless samples are to be exchanged."""
+
+    index: int
+    """Number of the global batch, from 0."""
+    plan: Plan
+    seqlens: Int64Array
+    """int64 [N], real lengths."""
+    num_loss_tokens: Int64Array
+    """int64 [N], -1 where only the content tells."""
+    refs: Int64Array
+    """int64 [N, 2], (dataset_id, sample_id)."""
+    block: SampleBlock | None
+    """All samples of the global batch, lazily; None when each rank has read its own."""
+    exchange: Exchange | None = None
+    samples: GlobalSamples | None = None
+    """With an exchange: who has read what."""
+    local: FlatSamples | None = None
+    """With an exchange: what this rank has read."""
+
+    def pack(
+        self, rank: int, *, pad_id: int = 0, cp_group: Any = lambda first_rank, cp_size: None
+    ) -> tuple[PackedBatch, ...]:
+        """The microbatches of one rank: read (or exchange) just the tokens it trains on, and pack them.
+
+        Args:
+            rank: DP x CP rank; with an exchange it must be this process's.
+            pad_id: token id at pads.
+            cp_group: process group of a block (first_rank, cp_size).
+        """
+        values: Mapping[int, Mapping[str, Any]]
+        if self.block is None:
+            if self.exchange is None or self.samples is None or self.local is None:
+                raise ValueError("a global batch without a block needs an exchange and its samples")
+            if rank != self.exchange.groups.rank:
+                raise ValueError(f"rank {rank} is not this process's rank {self.exchange.groups.rank}")
+            table, buffers, values = self.exchange.run(self.index, self.plan, self.samples, self.local, pad_id=pad_id)
+        else:
+            table = build_pack_table(self.plan, rank)
+            specs = token_key_specs(self.block.readers)
+            buffers = allocate_pack(table, specs, pad_id=pad_id)
+            wanted = {key: buffers.arrays[key] for key in specs}
+            read_spans_by_reader(self.block, table.sample_ids, table.starts, table.lengths, table.destinations, wanted)
+            held = np.unique(table.sample_ids[table.sample_ids >= 0]).tolist()
+            values = {i: self.block[i].reader.sample_values(int(self.block.sample_ids[i])) for i in held}
+        return packed_batches(self.plan, table, buffers, self.refs, values=values, cp_group=cp_group)
+
+
+class Pack(Node[GlobalBatch]):
+    """Collects global batches and plans them; reads no token of lazy samples.
+
+    Without ``exchange`` the source must give the same global order on every rank: each rank plans the whole global
+    batch from lengths alone and reads only its own share. With ``exchange`` the source gives each rank its own
+    samples, ``global_batch_size / R`` per step, whose lengths are gathered.
+
+    Args:
+        source: samples.
+        layout: DP, CP, and the cap on tokens per rank.
+        global_batch_size: samples per global batch.
+        algorithm: name of a scheduling algorithm, see ``tdp_megatron.schedule.algorithms``.
+        cost: cost model; None for the default.
+        mode: execution mode the plan is made for.
+        exchange: how ranks swap the samples they read.
+        drop_last: whether a last, smaller global batch is left out.
+        token_keys: user keys that have one entry per token and are packed like ``tokens``.
+        check_plans: validate every plan.
+        **limits: further arguments of ``schedule``, such as ``equal_count``.
+
+    Raises:
+        ValueError: a bad argument.
+        ScheduleError: at a step, a sample that fits no rank; the message names its place in the data.
+    """
+
+    def __init__(
+        self,
+        source: BaseNode[Any],
+        layout: ParallelLayout,
+        *,
+        global_batch_size: int,
+        algorithm: str = "auto",
+        cost: CostModel | None = None,
+        mode: str = "free",
+        exchange: Exchange | None = None,
+        drop_last: bool = True,
+        token_keys: Sequence[str] = (),
+        check_plans: bool = False,
+        **limits: Any,
+    ) -> None:
+        super().__init__()
+        if isinstance(global_batch_size, bool) or not isinstance(global_batch_size, int):
+            raise TypeError(f"global_batch_size must be an int, got {global_batch_size!r}")
+        if global_batch_size < 1:
+            raise ValueError(f"global_batch_size must be at least 1, got {global_batch_size}")
+        if exchange is not None:
+            ranks = exchange.num_ranks
+            if ranks != layout.num_ranks:
+                raise ValueError(f"the exchange has {ranks} ranks, the layout {layout.num_ranks}")
+            if global_batch_size % ranks:
+                lower = global_batch_size // ranks * ranks
+                nearest = [str(size) for size in (lower, lower + ranks) if size]
+                raise ValueError(
+                    f"global_batch_size {global_batch_size} is not divisible by the {ranks} ranks that read it; "
+                    f"nearest valid sizes: {', '.join(nearest)}"
+                )
+        self.source = source
+        self.layout = layout
+        self.global_batch_size = global_batch_size
+        self.algorithm = algorithm
+        self.cost = cost
+        self.mode = mode
+        self.exchange = exchange
+        self.drop_last = drop_last
+        self.token_keys = tuple(token_keys)
+        self.check_plans = check_plans
+        self.limits = limits
+        # Wrong names and types show here, not at the first step.
+        self._plan(np.zeros(0, dtype=np.int64))
+
+    def fingerprint(self) -> dict[str, Any]:
+        return {"global_batch_size": self.global_batch_size}
+
+    def _restart(self, position: int, state: Mapping[str, Any] | None) -> None:
+        self._ended = False
+        self.source.reset(None if state is None else state[self.SOURCE_KEY])
+
+    def _source_state(self) -> dict[str, Any]:
+        return {self.SOURCE_KEY: self.source.state_dict()}
+
+    def _plan(self, seqlens: Int64Array) -> Plan:
+        plan = schedule(seqlens, self.layout, self.cost, self.mode, self.algorithm, **self.limits)
+        if self.check_plans:
+            validate(plan)
+        return plan
+
+    def _next(self) -> GlobalBatch:
+        if self._ended:
+            raise StopIteration
+        batch = self._drawn() if self.exchange is None else self._exchanged(self.exchange)
+        self._position += 1
+        self.stats.items += 1
+        self.stats.tokens += int(batch.seqlens.sum())
+        return batch
+
+    def _finish(self, count: int) -> None:
+        if count < self.global_batch_size:
+            self._ended = True
+            if not count or self.drop_last:
+                raise StopIteration
+
+    def _drawn(self) -> GlobalBatch:
+        with self.stats.waiting():
+            block = draw_block(self.source, self.global_batch_size, 0, self._position * self.global_batch_size)
+            self._declare_keys(block)
+        self._finish(len(block))
+        with self.stats.working():
+            return GlobalBatch(
+                index=self._position,
+                plan=self._plan(block.seqlens),
+                seqlens=block.seqlens,
+                num_loss_tokens=block.num_loss_tokens,
+                refs=block.refs,
+                block=block,
+            )
+
+    def _exchanged(self, exchange: Exchange) -> GlobalBatch:
+        share = self.global_batch_size // exchange.num_ranks
+        error: Exception | None = None
+        local: FlatSamples | None = None
+        with self.stats.waiting():
+            try:
+                block = draw_block(self.source, share, 0, self._position * share)
+                self._declare_keys(block)
+                local = read_block(block)
+            except Exception as failure:  # told to all ranks, then raised on all of them
+                error = failure
+            samples = exchange.gather(
+                self._position,
+                local,
+                share,
+                error=error,
+                has_more=lambda: len(draw_block(self.source, 1, 0, 0)) > 0,
+            )
+        self._finish(len(samples))
+        with self.stats.working():
+            return GlobalBatch(
+                index=self._position,
+                plan=self._plan(samples.seqlens),
+                seqlens=samples.seqlens,
+                num_loss_tokens=samples.num_loss_tokens,
+                refs=samples.refs,
+                block=None,
+                exchange=exchange,
+                samples=samples,
+                local=local,
+            )
+
+    def _declare_keys(self, block: SampleBlock) -> None:
+        if not self.token_keys:
+            return
+        for reader in block.readers:
+            if not isinstance(reader, MappingReader):
+                raise ValueError(f"token_keys {self.token_keys} need samples that carry them; token files do not")
+            reader.declare_token_keys(self.token_keys)

@@ -1,0 +1,114 @@
+"""``Prefetch``: steps made ahead of the training loop in one background thread."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from typing import Any, TypeVar
+
+from torchdata.nodes import BaseNode
+
+from tdp_megatron.stats import NodeStats
+
+__all__ = ["Prefetch"]
+
+T = TypeVar("T")
+
+_POLL_SECONDS = 0.1
+
+
+class Prefetch(BaseNode[T]):
+    """Keeps up to ``depth`` items of ``source`` ready.
+
+    The state is that of the last item handed out, whatever has been read ahead. An error of the source is raised
+    after the items that came before it, and again by every later ``next``. ``reset`` waits until the thread has
+    ended, so that no item is lost to it. torchdata's own Prefetcher does neither.
+
+    Args:
+        source: any node; put whole steps or batches through here, not single samples.
+        depth: items to keep ready.
+    """
+
+    def __init__(self, source: BaseNode[T], *, depth: int = 2) -> None:
+        super().__init__()
+        if depth < 1:
+            raise ValueError(f"depth must be at least 1, got {depth}")
+        self.source = source
+        self.depth = depth
+        self.stats = NodeStats()
+        self._thread: threading.Thread | None = None
+        self._failure: Exception | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._thread is not None:
+            raise TypeError("a Prefetch that runs cannot be pickled; pickle it before the first reset")
+        return dict(self.__dict__)
+
+    def reset(self, initial_state: dict[str, Any] | None = None) -> None:
+        super().reset(initial_state)
+        self.shutdown()
+        self._failure = None
+        self.source.reset(initial_state)
+        self._state: dict[str, Any] = self.source.state_dict()
+        self._stop = threading.Event()
+        self._queue: queue.Queue[tuple[T | None, dict[str, Any], Exception | None]] = queue.Queue(self.depth)
+        # A daemon: Ctrl-C in the training loop must end the process even while a read hangs.
+        self._thread = threading.Thread(
+            target=_run, args=(self.source, self._queue, self._stop), name="tdp-prefetch", daemon=True
+        )
+        self._thread.start()
+
+    def shutdown(self) -> None:
+        """End the thread and wait for it; what it has read ahead is dropped."""
+        if self._thread is None:
+            return
+        self._stop.set()
+        self._thread.join()
+        self._thread = None
+
+    def next(self) -> T:
+        if self._failure is not None:
+            raise self._failure
+        self.stats.queue_depth = self._queue.qsize()
+        with self.stats.waiting():
+            item, state, failure = self._get()
+        if failure is not None:
+            self._failure = failure
+            raise failure
+        self._state = state
+        self.stats.items += 1
+        return item  # type: ignore[return-value]  # None only with a failure
+
+    def _get(self) -> tuple[T | None, dict[str, Any], Exception | None]:
+        while True:
+            try:
+                return self._queue.get(timeout=_POLL_SECONDS)
+            except queue.Empty:
+                if self._thread is None or not self._thread.is_alive():
+                    if not self._queue.empty():
+                        continue
+                    raise RuntimeError("the prefetch thread ended without an item or an error") from None
+
+    def get_state(self) -> dict[str, Any]:
+        return self._state
+
+
+def _run(
+    source: BaseNode[Any],
+    items: queue.Queue[tuple[Any, dict[str, Any], Exception | None]],
+    stop: threading.Event,
+) -> None:
+    failed = False
+    while not stop.is_set() and not failed:
+        entry: tuple[Any, dict[str, Any], Exception | None]
+        try:
+            entry = (next(source), source.state_dict(), None)
+        except Exception as error:
+            entry = (None, {}, error)
+            failed = True
+        while not stop.is_set():
+            try:
+                items.put(entry, timeout=_POLL_SECONDS)
+                break
+            except queue.Full:
+                continue

@@ -1,0 +1,113 @@
+"""``Reroute``: from a planned global batch to this rank's microbatches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from torchdata.nodes import BaseNode
+
+from tdp_megatron.distributed import DpCpGroups, require_equal, sum_int64
+from tdp_megatron.errors import TdpError
+from tdp_megatron.nodes.base import Node
+from tdp_megatron.nodes.pack import GlobalBatch
+from tdp_megatron.types import PackedBatch, Step
+
+__all__ = ["Reroute"]
+
+
+class Reroute(Node[Step]):
+    """Yields one ``Step`` per global batch: the packed microbatches of this rank and what all ranks share.
+
+    Whether tokens are read by plan or swapped by exchange is decided by ``Pack``; both give the same batches.
+
+    Args:
+        source: a ``Pack``.
+        rank: DP x CP rank; None takes it from ``groups``, or 0.
+        groups: process groups; needed with more than one rank where batches must carry their CP group, where the
+            loss tokens depend on content, and for ``agree_every``.
+        pad_id: token id at pads.
+        agree_every: compare the plans of all ranks every this many steps; 0 for never.
+
+    Raises:
+        ValueError: a bad argument.
+        ExchangeError: at a step, when ranks disagree, fail or are late.
+    """
+
+    def __init__(
+        self,
+        source: BaseNode[GlobalBatch],
+        *,
+        rank: int | None = None,
+        groups: DpCpGroups | None = None,
+        pad_id: int = 0,
+        agree_every: int = 0,
+    ) -> None:
+        super().__init__()
+        if rank is None:
+            rank = 0 if groups is None else groups.rank
+        if rank < 0:
+            raise ValueError(f"rank must not be negative, got {rank}")
+        if groups is not None and rank != groups.rank:
+            raise ValueError(f"rank {rank} is not this process's rank {groups.rank} in groups")
+        if agree_every < 0 or (agree_every and groups is None):
+            raise ValueError("agree_every must not be negative, and needs groups")
+        self.source = source
+        self.rank = rank
+        self.groups = groups
+        self.pad_id = pad_id
+        self.agree_every = agree_every
+
+    def fingerprint(self) -> dict[str, Any]:
+        return {}
+
+    def _restart(self, position: int, state: Mapping[str, Any] | None) -> None:
+        self.source.reset(None if state is None else state[self.SOURCE_KEY])
+
+    def _source_state(self) -> dict[str, Any]:
+        return {self.SOURCE_KEY: self.source.state_dict()}
+
+    def _next(self) -> Step:
+        with self.stats.waiting():
+            batch = next(self.source)
+        with self.stats.working():
+            step = self._step(batch)
+        self._position += 1
+        self.stats.items += 1
+        self.stats.tokens += sum(b.num_tokens for b in step.batches)
+        return step
+
+    def _step(self, batch: GlobalBatch) -> Step:
+        if self.agree_every and self.groups is not None and batch.index % self.agree_every == 0:
+            require_equal(self.groups, batch.plan.digest(), f"the plan of step {batch.index}")
+        if self.groups is None:
+            batches = batch.pack(self.rank, pad_id=self.pad_id)
+        else:
+            batches = batch.pack(self.rank, pad_id=self.pad_id, cp_group=self.groups.cp_group)
+        datasets, counts = np.unique(batch.refs[:, 0], return_counts=True)
+        return Step(
+            index=batch.index,
+            rank=self.rank,
+            batches=batches,
+            plan=batch.plan,
+            num_samples_global=len(batch.seqlens),
+            num_loss_tokens_global=self._loss_tokens(batch, batches),
+            seqlen_sum=int(batch.seqlens.sum()),
+            seqlen_squared_sum=sum(s * s for s in batch.seqlens.tolist()),
+            source_counts=dict(zip(datasets.tolist(), counts.tolist(), strict=True)),
+        )
+
+    def _loss_tokens(self, batch: GlobalBatch, batches: tuple[PackedBatch, ...]) -> int:
+        if (batch.num_loss_tokens >= 0).all():
+            return int(batch.num_loss_tokens.sum())
+        # The loss mask depends on what was read, and each rank has read only its share.
+        mine = sum(int(b.loss_mask.count_nonzero()) for b in batches)
+        if batch.plan.layout.num_ranks == 1:
+            return mine
+        if self.groups is None:
+            raise TdpError(
+                "the number of loss tokens depends on the content (eod_mask_loss), which no rank reads as a whole; "
+                "give Reroute its groups"
+            )
+        return sum_int64(self.groups, mine, f"step {batch.index}: counting loss tokens")

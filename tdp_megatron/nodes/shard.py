@@ -1,0 +1,59 @@
+"""``Shard``: one rank's share of a global order, for the exchange and for plain loops."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from torchdata.nodes import BaseNode
+
+from tdp_megatron.nodes.base import SampleSource, draw_block, leaf_count
+from tdp_megatron.types import SampleBlock
+
+__all__ = ["Shard"]
+
+
+class Shard(SampleSource):
+    """Deals a global order out sample by sample: rank r of n gets samples r, r + n, r + 2n, ...
+
+    The position counts *rounds* of n samples, so that the state is the same on every rank and fits any other number
+    of ranks as long as whole rounds of both have been read. A last incomplete round is dealt as far as it goes.
+
+    Args:
+        source: the same on every rank.
+        rank: this rank.
+        num_ranks: ranks that share the order.
+    """
+
+    def __init__(self, source: BaseNode[Any], *, rank: int, num_ranks: int) -> None:
+        super().__init__()
+        if num_ranks < 1 or not 0 <= rank < num_ranks:
+            raise ValueError(f"rank {rank} is outside the {num_ranks} ranks")
+        self.source = source
+        self.rank = rank
+        self.num_ranks = num_ranks
+
+    @property
+    def num_datasets(self) -> int:
+        return leaf_count(self.source)
+
+    def fingerprint(self) -> dict[str, Any]:
+        return {}
+
+    def get_state(self) -> dict[str, Any]:
+        # In samples, not in rounds: rounds depend on the number of ranks.
+        return {**super().get_state(), self.POSITION_KEY: self._drawn}
+
+    def _restart(self, position: int, state: Mapping[str, Any] | None) -> None:
+        self._drawn = position
+        self.source.reset(None if state is None else state[self.SOURCE_KEY])
+
+    def _source_state(self) -> dict[str, Any]:
+        return {self.SOURCE_KEY: self.source.state_dict()}
+
+    def _take(self, n: int) -> SampleBlock:
+        with self.stats.waiting():
+            block = draw_block(self.source, n * self.num_ranks, 0, self._drawn)
+        self._drawn += len(block)
+        return block.select(np.arange(self.rank, len(block), self.num_ranks, dtype=np.int64))
