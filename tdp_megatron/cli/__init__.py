@@ -1,0 +1,1 @@
+"""The ``tdp`` command."""

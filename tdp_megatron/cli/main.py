@@ -1,0 +1,85 @@
+"""``tdp``: one command with subcommands that are loaded when they are used."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from types import FrameType
+from typing import NoReturn
+
+import tdp_megatron
+from tdp_megatron.errors import TdpError
+
+__all__ = ["COMMANDS", "main"]
+
+#: Subcommand -> (module, help). A module has ``add_arguments(parser)`` and ``run(args) -> int``.
+COMMANDS: dict[str, tuple[str, str]] = {
+    "preprocess": ("tdp_megatron.cli.preprocess", "turn JSONL or plain-text files into .bin/.idx"),
+    "inspect": ("tdp_megatron.cli.inspecting", "show counts, lengths and first tokens of a .bin/.idx pair"),
+    "verify": ("tdp_megatron.cli.verify", "check .bin/.idx pairs completely"),
+}
+
+EXIT_DATA_ERROR = 1
+EXIT_INTERRUPTED = 130
+
+
+def _parser(command: str | None) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="tdp", description=tdp_megatron.__doc__, allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"tdp_megatron {tdp_megatron.__version__}")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, (module, text) in COMMANDS.items():
+        subparser = subparsers.add_parser(
+            name, help=text, description=text[0].upper() + text[1:] + ".", allow_abbrev=False
+        )
+        # Only the command that runs pays for its imports.
+        if name == command:
+            importlib.import_module(module).add_arguments(subparser)
+    return parser
+
+
+def _terminated(number: int, frame: FrameType | None) -> NoReturn:
+    # As an exception, so that temporary files go and worker processes end.
+    raise SystemExit(128 + number)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run ``tdp``.
+
+    Args:
+        argv: arguments without the program's name; those of the process when None.
+
+    Returns:
+        0 done, 1 an error in data or environment (told on stderr), 2 wrong usage, 130 interrupted.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    command = next((argument for argument in arguments if not argument.startswith("-")), None)
+    args = _parser(command).parse_args(arguments)
+    # Names of files need not be valid Unicode.
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+    previous = signal.signal(signal.SIGTERM, _terminated)
+    try:
+        code = int(importlib.import_module(COMMANDS[args.command][0]).run(args))
+        sys.stdout.flush()
+        return code
+    except KeyboardInterrupt:
+        print("tdp: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader of our output has gone, as `head` does; nothing is left to tell it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_DATA_ERROR
+    except (TdpError, OSError, ValueError, NotImplementedError) as error:
+        print(f"tdp: error: {error}", file=sys.stderr)
+        return EXIT_DATA_ERROR
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
