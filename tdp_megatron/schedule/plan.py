@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
@@ -42,8 +43,10 @@ def tokens_per_rank(padded_totals: Int64Array, cp_size: Int64Array | int, tail_m
     Returns:
         int64 [m], tokens.
     """
+    # With CP the tail, too, is cut into two chunks per rank.
+    multiple = np.where(np.asarray(cp_size) > 1, math.lcm(tail_multiple, 2), tail_multiple)
     per_rank = -(-padded_totals // cp_size)
-    held: Int64Array = np.maximum(-(-per_rank // tail_multiple), 1) * tail_multiple
+    held: Int64Array = np.maximum(-(-per_rank // multiple), 1) * multiple
     return held
 
 
