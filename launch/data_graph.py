@@ -5,8 +5,8 @@ from __future__ import annotations
 from torchdata.nodes import BaseNode
 
 from options import TrainOptions
-from tdp_megatron.distributed import DpCpGroups
-from tdp_megatron.nodes import Blend, DocumentSample, IndexedRead, Pack, Prefetch, Reroute
+from tdp_megatron.distributed import DpCpGroups, Exchange
+from tdp_megatron.nodes import Blend, DocumentSample, IndexedRead, Pack, Prefetch, Reroute, SampleSource, Shard
 from tdp_megatron.schedule import CostModel
 from tdp_megatron.types import ParallelLayout, Step
 
@@ -31,12 +31,12 @@ def cost_model(options: TrainOptions) -> CostModel:
     )
 
 
-def blended_documents(options: TrainOptions) -> BaseNode:
+def blended_documents(options: TrainOptions) -> SampleSource:
     """Samples in their global order, which depends on no rank and no layout."""
     return Blend(
         [
             DocumentSample(
-                IndexedRead(prefix),
+                IndexedRead(prefix, vocab_size=options.vocab_size),
                 max_seqlen=options.max_seqlen,
                 overflow="split",
                 num_epochs=None,
@@ -52,15 +52,24 @@ def blended_documents(options: TrainOptions) -> BaseNode:
 def training_steps(options: TrainOptions, groups: DpCpGroups) -> BaseNode[Step]:
     """This rank's share of every global batch.
 
+    With ``--reroute plan`` every rank walks the global order and reads only the tokens it will train on. With
+    ``exchange`` each rank reads the samples dealt to it and an all-to-all carries them to where they are needed.
+
     Raises:
         ValueError: The weights, lengths or sizes are impossible.
     """
-    node = Pack(
-        blended_documents(options),
-        parallel_layout(options),
+    layout = parallel_layout(options)
+    samples = blended_documents(options)
+    exchange = None
+    if options.reroute == "exchange":
+        samples = Shard(samples, rank=groups.rank, num_ranks=layout.num_ranks)
+        exchange = Exchange(groups)
+    packed = Pack(
+        samples,
+        layout,
         global_batch_size=options.global_batch_size,
         algorithm=options.algorithm,
         cost=cost_model(options),
+        exchange=exchange,
     )
-    node = Reroute(node, rank=groups.rank, groups=groups, mode=options.reroute)
-    return Prefetch(node, depth=options.prefetch)
+    return Prefetch(Reroute(packed, groups=groups), depth=options.prefetch)

@@ -199,7 +199,6 @@ def _set_up(options: TrainOptions, runtime: Runtime) -> tuple[_Trainer, Iterator
     ddp = DistributedDataParallel(
         model,
         device_ids=[runtime.device.index] if runtime.device.type == "cuda" else None,
-        broadcast_buffers=False,
         gradient_as_bucket_view=True,
     )
     warm_up(ddp, runtime.device)
