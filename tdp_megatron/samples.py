@@ -218,9 +218,10 @@ def read_spans_by_reader(
         destinations: int64 [m], elements.
         out: a flat array per key.
     """
-    reader_of = block.reader_index[indices]
+    real = np.flatnonzero(lengths > 0)  # pads at the end of a pack belong to no sample
+    reader_of = block.reader_index[indices[real]]
     for number, reader in enumerate(block.readers):
-        rows = np.flatnonzero((reader_of == number) & (lengths > 0))
+        rows = real[reader_of == number]
         if len(rows):
             reader.read_spans(block.sample_ids[indices[rows]], starts[rows], lengths[rows], destinations[rows], out)
 

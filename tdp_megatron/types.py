@@ -79,6 +79,11 @@ class ParallelLayout:
             if len(sizes) > 1 and k & (k - 1):
                 raise ValueError(f"cp_sizes: {k} is not a power of two; dynamic CP needs aligned, nested blocks")
         object.__setattr__(self, "cp_sizes", sizes)
+        if sizes[-1] > 1 and self.tail_multiple % 2 and self.tail_multiple > 1:
+            raise ValueError(
+                f"tail_multiple {self.tail_multiple} is odd: with CP every pack is cut into two chunks per rank; "
+                "use an even one"
+            )
         if self.tokens_per_rank_limit == 0:
             raise ValueError(
                 f"max_seqlen_per_dp_cp_rank {self.max_seqlen_per_dp_cp_rank} is below the tail multiple "

@@ -96,7 +96,7 @@ def require_equal(groups: DpCpGroups, digest: str, what: str) -> None:
     Raises:
         ExchangeError: some rank has another digest; the message names the ranks that differ from rank 0.
     """
-    row = np.frombuffer(bytes.fromhex(digest)[:32].ljust(32, b"\0"), dtype=np.int64)
+    row = np.frombuffer(bytes.fromhex(digest)[:32].ljust(32, b"\0"), dtype=np.int64).copy()
     rows = all_gather_rows(groups, row, f"comparing {what}")
     different = [r for r in range(len(rows)) if not np.array_equal(rows[r], rows[0])]
     if different:

@@ -138,9 +138,9 @@ class Exchange:
             ExchangeError: a rank is gone or late.
         """
         me = self.groups.rank
-        sends = [_Parcel.of(build_pack_table(plan, r), plan, samples, me) for r in range(self.num_ranks)]
+        sends = [_Parcel.of(build_pack_table(plan, r), samples, me) for r in range(self.num_ranks)]
         mine = build_pack_table(plan, me)
-        receives = [_Parcel.of(mine, plan, samples, r) for r in range(self.num_ranks)]
+        receives = [_Parcel.of(mine, samples, r) for r in range(self.num_ranks)]
         sizes = [self._size(parcel) for parcel in sends]
         receive_sizes = [self._size(parcel) for parcel in receives]
 
@@ -258,14 +258,11 @@ class _Parcel:
     value_bytes: Int64Array
 
     @staticmethod
-    def of(table: PackTable, plan: Plan, samples: GlobalSamples, sender: int) -> _Parcel:
+    def of(table: PackTable, samples: GlobalSamples, sender: int) -> _Parcel:
         real = table.lengths > 0
         rows = np.flatnonzero(real)
         rows = rows[samples.owner[table.sample_ids[rows]] == sender]
-        ops = table.ops.tolist()
-        ids = [plan.sample_ids[int(plan.op_offsets[op]) : int(plan.op_offsets[op + 1])] for op in ops]
-        held = np.concatenate(ids) if ids else np.zeros(0, dtype=np.int64)
-        held = held[samples.owner[held] == sender]
+        held = table.held[samples.owner[table.held] == sender]
         return _Parcel(
             table.sample_ids[rows],
             table.starts[rows],

@@ -63,8 +63,8 @@ class GlobalBatch:
             buffers = allocate_pack(table, specs, pad_id=pad_id)
             wanted = {key: buffers.arrays[key] for key in specs}
             read_spans_by_reader(self.block, table.sample_ids, table.starts, table.lengths, table.destinations, wanted)
-            held = np.unique(table.sample_ids[table.sample_ids >= 0]).tolist()
-            values = {i: self.block[i].reader.sample_values(int(self.block.sample_ids[i])) for i in held}
+            readers, ids = self.block.reader_index, self.block.sample_ids
+            values = {i: self.block.readers[int(readers[i])].sample_values(int(ids[i])) for i in table.held.tolist()}
         return packed_batches(self.plan, table, buffers, self.refs, values=values, cp_group=cp_group)
 
 

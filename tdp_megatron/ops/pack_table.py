@@ -40,6 +40,9 @@ class PackTable:
     entries: Int64Array
     """int64 [n], number of the sequence in its pack; the tail is one more than the last."""
 
+    held: Int64Array
+    """int64 [h], the sequences of all packs in pack order, those of length 0 included."""
+
     @property
     def num_tokens(self) -> int:
         """Tokens of the buffer."""
@@ -102,4 +105,5 @@ def build_pack_table(plan: Plan, rank: int) -> PackTable:
         widths=flat(width),
         destinations=flat(destination),
         entries=flat(both(entry[:, None], keep.shape)),
+        held=sample_ids[~is_tail],
     )

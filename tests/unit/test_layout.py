@@ -14,6 +14,7 @@ from tdp_megatron.types import ParallelLayout
         ({"dp": 2, "cp": -1}, "cp must be at least 1"),
         ({"dp": 2, "max_seqlen_per_dp_cp_rank": 8}, "below the tail multiple 16"),
         ({"dp": 2, "cp": 3, "cp_sizes": (1, 4)}, "4 does not divide the 6 ranks"),
+        ({"dp": 2, "cp": 2, "tail_multiple": 3}, "tail_multiple 3 is odd"),
         ({"dp": 2, "cp": 3, "cp_sizes": (1, 3)}, "3 is not a power of two"),
     ],
 )
@@ -35,7 +36,7 @@ def test_defaults() -> None:
 
 
 def test_vectorised_padding_agrees_with_the_layout() -> None:
-    for tail in (1, 3, 16):
+    for tail in (1, 6, 16):
         layout = ParallelLayout(4, 2, 4096, tail_multiple=tail)
         for k in (1, 2, 4):
             totals = np.arange(0, 200) * ParallelLayout.pad_multiple(k)
