@@ -22,7 +22,7 @@ or repeated. Ends with a table, also written to OUTPUT/summary.json.
   --weights "W W ..."     share of each dataset in the blend (default: 0.7 0.3 for the corpus, else equal)
   --tokenizer FILE        a tokenizer.json (default: trained on the corpus)
   --global-batch-size N   samples per step (default: 32)
-  --max-seqlen N          longer documents are split, tokens (default: 1024)
+  --max-seqlen N          longer documents are split, tokens (default: 512)
   --algorithm NAME        packing algorithm (default: lpt)
   --reroute plan|exchange how samples reach their ranks (default: plan)
   --device auto|cpu|cuda  (default: auto)
@@ -41,7 +41,7 @@ wrong() {
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 world_size='' dp='' cp='' steps=30 resume_dp='' resume_cp='' resume_steps=10
-data=() weights='' tokenizer='' global_batch_size=32 max_seqlen=1024
+data=() weights='' tokenizer='' global_batch_size=32 max_seqlen=512
 algorithm=lpt reroute=plan device=auto output=$root/out/quickstart
 
 absolute() {
@@ -131,6 +131,9 @@ sources=$((${#data[@]} ? ${#data[@]} : 2))
 if ((${#weight_list[@]} && ${#weight_list[@]} != sources)); then
     wrong "--weights has ${#weight_list[@]} numbers for $sources datasets"
 fi
+for weight in ${weight_list[@]+"${weight_list[@]}"}; do
+    [[ $weight =~ ^([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?$ ]] || wrong "--weights: '$weight' is no number from 0 up"
+done
 
 # Children run in groups of their own, so that ending the script ends all of them, and torchrun's ranks through it.
 set -m
@@ -205,7 +208,7 @@ train() {
     run "$VENV_BIN/torchrun" --standalone --nproc-per-node "$((dp * cp))" "$root/launch/train_gpt.py" \
         "${data_options[@]}" --tokenizer "${tokenizer:-$output/corpus/tokenizer.json}" \
         --dp "$dp" --cp "$cp" --global-batch-size "$global_batch_size" --max-seqlen "$max_seqlen" \
-        --algorithm "$algorithm" --reroute "$reroute" --device "$device" \
+        --algorithm "$algorithm" --reroute "$reroute" --device "$device" --num-layers 2 \
         --steps "$((steps + resume_steps))" --output "$output/run" "$@"
 }
 

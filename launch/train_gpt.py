@@ -87,6 +87,13 @@ class _Trainer:
             The metrics of the step, and whether to stop.
         """
         options = self.options
+        largest = max(int(batch.tokens.max()) for batch in step)
+        if largest >= options.vocab_size:
+            # A GPU would only report a device-side assertion, some kernels later.
+            raise ValueError(
+                f"the data has token id {largest}, the vocabulary {options.vocab_size} ids; "
+                "give the tokenizer the data was made with"
+            )
         lr = learning_rate(self.steps_taken, options.steps, options.lr_warmup_steps, options.lr, options.min_lr)
         for group in self.optimizer.param_groups:
             group["lr"] = lr

@@ -223,9 +223,11 @@ def print_table(summary: dict[str, Any]) -> None:
     console = Console()
     console.print(table)
     if summary["resumed_exactly"]:
+        again = summary["samples"] - summary["distinct_samples"]
+        repeats = f"{again} came again in a further epoch, as they should" if again else "none lost or repeated"
         console.print(
             f"Resumed exactly: all {summary['steps']} global batches equal an uninterrupted walk, order included "
-            f"({summary['samples']} samples, none lost or repeated)."
+            f"({summary['samples']} samples, {repeats})."
         )
     else:
         console.print(f"NOT resumed exactly: {summary['problem']}")

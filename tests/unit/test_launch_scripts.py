@@ -40,6 +40,8 @@ def test_quickstart_help_names_every_option(tmp_path: Path) -> None:
         (["--data", "/no/such/file"], "--data /no/such/file: there is no such file or folder"),
         (["--tokenizer", "/no/such.json"], "--tokenizer needs a tokenizer.json"),
         (["--weights", "0.2 0.3 0.5"], "--weights has 3 numbers for 2 datasets"),
+        (["--weights", "0.5 -0.5"], "--weights: '-0.5' is no number from 0 up"),
+        (["--weights", "nan 1"], "--weights: 'nan' is no number from 0 up"),
         (["--reroute", "magic"], "--reroute is plan or exchange, got 'magic'"),
     ],
 )
