@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import weakref
 from typing import Any, TypeVar
 
 from torchdata.nodes import BaseNode
@@ -57,6 +58,8 @@ class Prefetch(BaseNode[T]):
             target=_run, args=(self.source, self._queue, self._stop), name="tdp-prefetch", daemon=True
         )
         self._thread.start()
+        # The thread knows the source and the queue, not this node: a node nobody keeps ends its thread.
+        weakref.finalize(self, self._stop.set)
 
     def shutdown(self) -> None:
         """End the thread and wait for it; what it has read ahead is dropped."""
