@@ -24,6 +24,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
 }
 
 EXIT_DATA_ERROR = 1
+EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 
 
@@ -57,13 +58,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = next((argument for argument in arguments if not argument.startswith("-")), None)
-    args = _parser(command).parse_args(arguments)
     # Names of files need not be valid Unicode.
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
     previous = signal.signal(signal.SIGTERM, _terminated)
     try:
+        args = _parser(command).parse_args(arguments)
         code = int(importlib.import_module(COMMANDS[args.command][0]).run(args))
         sys.stdout.flush()
         return code
@@ -74,9 +75,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader of our output has gone, as `head` does; nothing is left to tell it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_DATA_ERROR
-    except (TdpError, OSError, ValueError, NotImplementedError) as error:
+    except (TdpError, OSError) as error:
         print(f"tdp: error: {error}", file=sys.stderr)
         return EXIT_DATA_ERROR
+    except (ValueError, NotImplementedError) as error:
+        print(f"tdp: error: {error}", file=sys.stderr)
+        return EXIT_USAGE
     finally:
         signal.signal(signal.SIGTERM, previous)
 

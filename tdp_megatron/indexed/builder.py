@@ -154,7 +154,8 @@ class IndexedDatasetBuilder:
             # Whoever has such an array has imported it.
             awkward: Any = sys.modules["awkward"]
             lengths = np.asarray(awkward.num(chunk), dtype=np.int64)
-            return cast_tokens(np.asarray(awkward.flatten(chunk)), self.dtype, self.num_documents), lengths
+            flat = np.asarray(awkward.flatten(chunk))
+            return cast_tokens(flat, self.dtype, self.num_documents, np.cumsum(lengths)), lengths
         rows = [cast_tokens(row, self.dtype, self.num_documents + i) for i, row in enumerate(chunk)]
         return np.concatenate(rows), np.array([len(row) for row in rows], dtype=np.int64)
 
@@ -183,17 +184,18 @@ class IndexedDatasetBuilder:
         self._check_modes(modes)
         if self._open_items:
             raise ValueError("a document is open: call end_document before adding whole documents")
-        flat = cast_tokens(tokens, self.dtype, self.num_documents)
         if len(lengths) and lengths.min() < 0:
             raise ValueError(f"sequence lengths must not be negative, found {lengths.min()}")
-        if len(flat) != lengths.sum():
-            raise ValueError(f"the sequence lengths add up to {lengths.sum()}, but there are {len(flat)} tokens")
         if per_document.sum() != len(lengths) or (len(per_document) and per_document.min() < 0):
             raise ValueError(
                 f"the documents have {per_document.sum()} sequences, but {len(lengths)} lengths were given"
             )
         if np.size(modes) != len(lengths):
             raise ValueError(f"{np.size(modes)} modes were given for {len(lengths)} sequences")
+        token_ends = np.concatenate(([0], np.cumsum(lengths)))
+        flat = cast_tokens(tokens, self.dtype, self.num_documents, token_ends[np.cumsum(per_document)])
+        if len(flat) != token_ends[-1]:
+            raise ValueError(f"the sequence lengths add up to {token_ends[-1]}, but there are {len(flat)} tokens")
         self._append(flat, lengths, per_document, np.asarray(modes, dtype=np.int8))
 
     def add_index(self, path_prefix: str | os.PathLike[str]) -> None:
@@ -319,6 +321,10 @@ class IndexedDatasetBuilder:
         # After a failed write the file and the counts no longer agree.
         try:
             yield
+        except OSError as error:
+            self.discard()
+            # Failed writes do not know their file.
+            raise OSError(error.errno, error.strerror, error.filename or self._bin_path) from error
         except BaseException:
             self.discard()
             raise
