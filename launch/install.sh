@@ -49,7 +49,7 @@ install_tdp() {
     _check_machine "$VENV_BIN/python" || return
     echo "installing into $root/.venv (minutes the first time, torch is large)"
     rm -f "$stamp_file"
-    local pip=("$VENV_BIN/python" -m pip install --quiet --disable-pip-version-check -c "$root/constraints.txt")
+    local pip=("$VENV_BIN/python" -m pip install -qq --disable-pip-version-check -c "$root/constraints.txt")
     "${pip[@]}" scikit-build-core pybind11 cmake ninja || return
     (cd "$root" && "${pip[@]}" --no-build-isolation -e ".[test]" -C build-dir=build) || return
     _install_stamp "$root" >"$stamp_file"
