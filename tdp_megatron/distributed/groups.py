@@ -4,12 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from tdp_megatron.types import ParallelLayout
 
-__all__ = ["DpCpGroups"]
+__all__ = ["DpCpGroups", "new_ordered_group"]
+
+
+def new_ordered_group(ranks: Sequence[int], **options: Any) -> dist.ProcessGroup:
+    """A process group whose i-th rank is ``ranks[i]``; only its members call this.
+
+    Args:
+        ranks: torch.distributed ranks in any order.
+        **options: of ``torch.distributed.new_group``.
+    """
+    if list(ranks) != sorted(ranks):
+        options["sort_ranks"] = False  # torch sorts by default, which would renumber the members
+    group = dist.new_group(list(ranks), use_local_synchronization=True, **options)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
 
 
 class DpCpGroups:
@@ -39,11 +55,12 @@ class DpCpGroups:
     def create(
         cls, layout: ParallelLayout, *, global_ranks: Sequence[int] | None = None, timeout_s: float = 600.0
     ) -> DpCpGroups:
-        """Make the groups; every process of the default group must call it with the same arguments.
+        """Make the groups; all ``global_ranks`` must call it with the same arguments.
 
         Args:
             layout: DP and CP sizes, allowed CP sizes.
-            global_ranks: torch.distributed ranks in DP x CP order (CP neighbours side by side); None for 0..R-1.
+            global_ranks: torch.distributed ranks in DP x CP order (CP neighbours side by side), in any numbering;
+                None for 0..R-1.
             timeout_s: deadline of the data runtime's collectives, seconds.
 
         Raises:
@@ -66,17 +83,50 @@ class DpCpGroups:
             raise ValueError(f"rank {me} is not among the DP x CP ranks {ranks}")
         # Token bytes are host data: gloo whatever the default backend is, and a group of its own so that a
         # background thread's collectives never mix with the training loop's.
-        data_group = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s), backend="gloo")
+        data_group = new_ordered_group(ranks, timeout=timedelta(seconds=timeout_s), backend="gloo")
         cp_groups: dict[tuple[int, int], dist.ProcessGroup] = {}
         for cp_size in layout.cp_sizes:
             if cp_size == 1:
                 continue
-            for first in range(0, layout.num_ranks, cp_size):
-                members = list(ranks[first : first + cp_size])
-                group = dist.new_group(members)
-                if me in members:
-                    cp_groups[first, cp_size] = group
+            first = ranks.index(me) // cp_size * cp_size
+            cp_groups[first, cp_size] = new_ordered_group(ranks[first : first + cp_size])
         return cls(layout, ranks.index(me), ranks, data_group, cp_groups, timeout_s)
+
+    @classmethod
+    def from_mesh(
+        cls, mesh: DeviceMesh, layout: ParallelLayout, *, dp: str = "dp", cp: str = "cp", timeout_s: float = 600.0
+    ) -> DpCpGroups:
+        """Make the groups from a ``DeviceMesh`` with named axes, whatever the order of its ranks.
+
+        Args:
+            mesh: has the axes ``dp`` and ``cp``; others (TP, PP) may be there.
+            layout: its dp and cp must be the mesh's.
+            dp: name of the data-parallel axis.
+            cp: name of the context-parallel axis; it may be missing from the mesh when layout.cp is 1.
+            timeout_s: deadline of the data runtime's collectives, seconds.
+
+        Raises:
+            ValueError: the mesh lacks an axis, or its sizes are not the layout's.
+        """
+        names = mesh.mesh_dim_names or ()
+        axes = [dp, cp] if cp in names else [dp]
+        if dp not in names or (layout.cp > 1 and cp not in names):
+            wanted = f"{dp!r} and {cp!r}" if layout.cp > 1 else repr(dp)
+            raise ValueError(f"the mesh has the axes {names}; it needs {wanted}")
+        here = mesh.get_coordinate()
+        if here is None:
+            raise ValueError(f"rank {dist.get_rank()} is not in the mesh {mesh.mesh.tolist()}")
+        # This process's plane of the mesh, with DP first whatever the order of the axes (a slice keeps the mesh's).
+        plane = tuple(slice(None) if name in axes else here[i] for i, name in enumerate(names))
+        ranks = mesh.mesh[plane]
+        if len(axes) == 2 and names.index(cp) < names.index(dp):
+            ranks = ranks.T
+        ranks = ranks.reshape(len(ranks), -1)
+        if tuple(ranks.shape) != (layout.dp, layout.cp):
+            raise ValueError(
+                f"the mesh has dp x cp = {ranks.shape[0]} x {ranks.shape[1]}, the layout {layout.dp} x {layout.cp}"
+            )
+        return cls.create(layout, global_ranks=ranks.reshape(-1).tolist(), timeout_s=timeout_s)
 
     def cp_group(self, first_rank: int, cp_size: int) -> dist.ProcessGroup | None:
         """Group of the block of ``cp_size`` ranks from ``first_rank``; None for a single rank."""
