@@ -22,10 +22,12 @@ def _named(groups: DpCpGroups, what: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
+        late = "imed out" in str(error)
+        how = f"did not complete within {groups.timeout_s:g} s" if late else "was cut off"
+        remedy = "Raise timeout_s if a rank is only slow" if late else "Look at that rank's own first error"
         raise ExchangeError(
-            f"rank {groups.rank}: {what} did not complete within {groups.timeout_s:g} s or a rank is gone "
-            f"(ranks {', '.join(map(str, groups.global_ranks))} take part). Look at the other ranks' first error; "
-            f"raise timeout_s if a rank is only slow. Cause: {str(error).splitlines()[0]}"
+            f"{what} {how}: {groups.explain_failure()}. {remedy}. Cause seen by rank {groups.rank}: "
+            f"{str(error).splitlines()[0]}"
         ) from error
 
 

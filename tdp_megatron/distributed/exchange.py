@@ -89,6 +89,7 @@ class Exchange:
         Raises:
             ExchangeError: a rank failed, its data ended before the others', or the ranks' keys differ.
         """
+        self.groups.begin_step(step)
         digest = 0
         if local is not None and error is None:
             try:

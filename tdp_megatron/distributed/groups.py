@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from tdp_megatron.distributed.progress import Progress
 from tdp_megatron.types import ParallelLayout
 
 __all__ = ["DpCpGroups", "new_ordered_group"]
@@ -50,6 +51,18 @@ class DpCpGroups:
         self.timeout_s = timeout_s
         """Deadline of each of the data runtime's collectives, seconds."""
         self._cp_groups = cp_groups
+        self.step = 0
+        """Step the data runtime is in, for messages."""
+        self._progress = Progress(self.global_ranks, rank, data_group.group_name)
+
+    def begin_step(self, step: int) -> None:
+        """Note for the other ranks that this one has begun ``step``."""
+        self.step = step
+        self._progress.begin(step)
+
+    def explain_failure(self) -> str:
+        """Which ranks are missing, once a collective of the data runtime has failed; takes seconds."""
+        return self._progress.explain(self.step)
 
     @classmethod
     def create(

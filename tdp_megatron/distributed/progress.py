@@ -1,0 +1,77 @@
+"""Who is missing when a collective fails: every rank notes in the store which step it has begun, and that it failed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+
+__all__ = ["Progress"]
+
+#: How long a failed rank waits for the others to say that they failed, too.
+_GRACE_SECONDS = 3.0
+_POLL_SECONDS = 0.05
+
+
+class Progress:
+    """Notes of the ranks of one group, kept in the job's store.
+
+    Args:
+        ranks: torch.distributed ranks of the group, in the group's order.
+        rank: this process's place among them.
+        name: of the group, the same on all its ranks and different from other groups'.
+    """
+
+    def __init__(self, ranks: Sequence[int], rank: int, name: str) -> None:
+        self._count = len(ranks)
+        self._rank = rank
+        # The store of init_process_group has no public name; without it errors only lose the rank's number.
+        get_store = getattr(dist.distributed_c10d, "_get_default_store", None)
+        store = None if get_store is None else get_store()
+        self._store = None if store is None else PrefixStore(f"tdp_megatron/{name}", store)
+
+    def begin(self, step: int) -> None:
+        """Note that this rank has begun a step."""
+        self._set(f"begun/{self._rank}", str(step))
+
+    def explain(self, step: int) -> str:
+        """Note that this rank failed in ``step``, and say which ranks did not get there or vanished in it."""
+        self._set(f"failed/{self._rank}", str(step))
+        if self._store is None:
+            return "which rank is missing is unknown"
+        deadline = time.monotonic() + _GRACE_SECONDS
+        silent = list(range(self._count))
+        while silent and time.monotonic() < deadline:
+            silent = [r for r in silent if self._get(f"failed/{r}") is None]
+            if silent:
+                time.sleep(_POLL_SECONDS)
+        if not silent:
+            return "all ranks report the failure, so that the connection broke"
+        return "; ".join(self._describe(r, step) for r in silent)
+
+    def _describe(self, rank: int, step: int) -> str:
+        begun = self._get(f"begun/{rank}")
+        if begun is None:
+            return f"rank {rank} never began a step"
+        if int(begun) < step:
+            return f"rank {rank} is missing: it began step {begun}, not step {step}"
+        return f"rank {rank} vanished in step {begun}"
+
+    def _set(self, key: str, value: str) -> None:
+        if self._store is None:
+            return
+        try:
+            self._store.set(key, value)
+        except RuntimeError:  # the store went with its host; the collective's own error is still to come
+            self._store = None
+
+    def _get(self, key: str) -> str | None:
+        if self._store is None:
+            return None
+        try:
+            return self._store.get(key).decode() if self._store.check([key]) else None
+        except RuntimeError:
+            self._store = None
+            return None
