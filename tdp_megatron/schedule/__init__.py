@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from tdp_megatron.schedule.api import algorithms, register, schedule
+from tdp_megatron.schedule.bounds import lower_bound
 from tdp_megatron.schedule.cost import CostModel, imbalance, rank_costs
 from tdp_megatron.schedule.plan import Plan, PlanOp
 from tdp_megatron.schedule.problem import Limits, Mode, Problem
+from tdp_megatron.schedule.simulate import Simulation, simulate
 from tdp_megatron.schedule.validation import validate
 
 __all__ = [
@@ -15,10 +17,13 @@ __all__ = [
     "Plan",
     "PlanOp",
     "Problem",
+    "Simulation",
     "algorithms",
     "imbalance",
+    "lower_bound",
     "rank_costs",
     "register",
     "schedule",
+    "simulate",
     "validate",
 ]

@@ -8,11 +8,15 @@ from typing import Any
 
 import numpy.typing as npt
 
+from tdp_megatron.schedule.auto import auto
+from tdp_megatron.schedule.buddy import buddy
 from tdp_megatron.schedule.cost import CostModel
 from tdp_megatron.schedule.dp_balanced import dp_balanced
-from tdp_megatron.schedule.lpt import lpt
+from tdp_megatron.schedule.dynamic_cp import default_dynamic_cp
+from tdp_megatron.schedule.lpt import best_fit, kk, lpt
 from tdp_megatron.schedule.plan import Plan
 from tdp_megatron.schedule.problem import Limits, Mode, Problem, check_fits, check_seqlens
+from tdp_megatron.schedule.waves import waves
 from tdp_megatron.types import ParallelLayout
 
 __all__ = ["algorithms", "register", "schedule"]
@@ -87,11 +91,21 @@ def schedule(
     check_fits(problem.seqlens, layout, layout.cp_sizes)
     options = {name: value for name, value in limits.items() if name not in _LIMITS}
     if algorithm == "auto":
-        algorithm = "lpt"
+        if options:
+            raise TypeError(f"auto has no options, got {', '.join(sorted(options))}")
+        return auto(problem)
     if algorithm not in _REGISTRY:
         raise ValueError(f"unknown algorithm {algorithm!r}; known are auto, {', '.join(algorithms())}")
     return _REGISTRY[algorithm](problem, **options)
 
 
-register("dp_balanced", dp_balanced)
-register("lpt", lpt)
+for _name, _algorithm in (
+    ("best_fit", best_fit),
+    ("buddy", buddy),
+    ("default_dynamic_cp", default_dynamic_cp),
+    ("dp_balanced", dp_balanced),
+    ("kk", kk),
+    ("lpt", lpt),
+    ("waves", waves),
+):
+    register(_name, _algorithm)

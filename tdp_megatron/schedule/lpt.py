@@ -1,16 +1,14 @@
-"""``lpt``: static CP, longest processing time first, then best-fit into packs."""
+"""``lpt``, ``kk`` and ``best_fit``: static CP, sequences to ranks by cost, then best-fit into packs."""
 
 from __future__ import annotations
 
 import heapq
 
-import numpy as np
-
 from tdp_megatron.schedule.packs import best_fit_packs, fill_up, plan_of_rank_packs, static_cp_size
 from tdp_megatron.schedule.plan import Plan, padded_seqlens
 from tdp_megatron.schedule.problem import Problem, pack_token_cap
 
-__all__ = ["lpt"]
+__all__ = ["best_fit", "kk", "lpt"]
 
 
 def lpt(problem: Problem) -> Plan:
@@ -21,21 +19,90 @@ def lpt(problem: Problem) -> Plan:
     """
     cp_size = static_cp_size(problem, "lpt")
     costs = problem.cost.sequence_costs(problem.seqlens, cp_size)
-    order = np.argsort(-costs, kind="stable").tolist()
-    cost_of = costs.tolist()
-    num_blocks = problem.layout.num_ranks // cp_size
-    loads = [(0.0, block) for block in range(num_blocks)]
-    samples: list[list[int]] = [[] for _ in range(num_blocks)]
-    for sample_id in order:
-        load, block = loads[0]
-        samples[block].append(sample_id)
-        heapq.heapreplace(loads, (load + cost_of[sample_id], block))
+    return _pack_and_plan(problem, _longest_first(costs.tolist(), problem.layout.num_ranks // cp_size), cp_size, "lpt")
 
+
+def kk(problem: Problem) -> Plan:
+    """Karmarkar and Karp's differencing instead of ``lpt``'s greedy choice: closer to equal work for few sequences.
+
+    Karmarkar and Karp, "The differencing method of set partitioning" (1982), for many sets. CP is static.
+    """
+    cp_size = static_cp_size(problem, "kk")
+    num_blocks = problem.layout.num_ranks // cp_size
+    costs = problem.cost.sequence_costs(problem.seqlens, cp_size).tolist()
+    # A node is a partial split: (spread, number, sums falling, members of each sum). Sets that are still empty are
+    # not stored, so joining two nodes with few members costs little.
+    order = sorted(range(len(costs)), key=lambda i: (-costs[i], i))
+    nodes = [(-costs[i], number, [costs[i]], [[i]]) for number, i in enumerate(order)]
+    heapq.heapify(nodes)
+    number = len(nodes)
+    while len(nodes) > 1:
+        _, _, sums, members = heapq.heappop(nodes)
+        _, _, other_sums, other_members = heapq.heappop(nodes)
+        joined = _join(sums, members, other_sums, other_members, num_blocks)
+        sums, members = [s for s, _ in joined], [m for _, m in joined]
+        spread = sums[0] - (sums[-1] if len(sums) == num_blocks else 0.0)
+        heapq.heappush(nodes, (-spread, number, sums, members))
+        number += 1
+    split = nodes[0][3] if nodes else []
+    split = split + [[] for _ in range(num_blocks - len(split))]
+    return _pack_and_plan(problem, split, cp_size, "kk")
+
+
+def _join(
+    sums: list[float],
+    members: list[list[int]],
+    other_sums: list[float],
+    other_members: list[list[int]],
+    num_blocks: int,
+) -> list[tuple[float, list[int]]]:
+    """Largest sums with smallest; what is not stored is zero and empty."""
+    overlap = max(len(sums) + len(other_sums) - num_blocks, 0)
+    keep = len(sums) - overlap
+    joined = list(zip(sums[:keep], members[:keep], strict=True))
+    for at in range(overlap):
+        partner = len(other_sums) - 1 - at
+        joined.append((sums[keep + at] + other_sums[partner], members[keep + at] + other_members[partner]))
+    alone = len(other_sums) - overlap
+    joined.extend(zip(other_sums[:alone], other_members[:alone], strict=True))
+    joined.sort(key=lambda pair: -pair[0])
+    if len(joined) == num_blocks:
+        # Only differences matter; small numbers keep them exact.
+        least = joined[-1][0]
+        joined = [(total - least, ids) for total, ids in joined]
+    return joined
+
+
+def best_fit(problem: Problem) -> Plan:
+    """Fewest packs, by tokens alone: best-fit by falling length, then packs to the DP rank with the least work."""
+    cp_size = static_cp_size(problem, "best_fit")
+    num_blocks = problem.layout.num_ranks // cp_size
+    padded = padded_seqlens(problem.seqlens, cp_size).tolist()
+    order = sorted(range(len(padded)), key=lambda i: (-padded[i], i))
+    packs = best_fit_packs(order, padded, pack_token_cap(problem.layout, cp_size), problem.max_sequences)
+    costs = [problem.cost.microbatch_cost(problem.seqlens[pack], cp_size, problem.layout) for pack in packs]
+    by_rank = [[packs[number] for number in numbers] for numbers in _longest_first(costs, num_blocks)]
+    fill_up(problem, by_rank)
+    return plan_of_rank_packs(problem, by_rank, cp_size, "best_fit")
+
+
+def _longest_first(costs: list[float], num_blocks: int) -> list[list[int]]:
+    """Items of each block: costliest first to the block with the least, ties by number."""
+    loads = [(0.0, block) for block in range(num_blocks)]
+    split: list[list[int]] = [[] for _ in range(num_blocks)]
+    for i in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+        load, block = loads[0]
+        split[block].append(i)
+        heapq.heapreplace(loads, (load + costs[i], block))
+    return split
+
+
+def _pack_and_plan(problem: Problem, split: list[list[int]], cp_size: int, algorithm: str) -> Plan:
     padded = padded_seqlens(problem.seqlens, cp_size).tolist()
     cap = pack_token_cap(problem.layout, cp_size)
     by_rank = []
-    for ids in samples:
-        ids.sort(key=lambda i: (-padded[i], i))
-        by_rank.append(best_fit_packs(ids, padded, cap, problem.max_sequences))
+    for ids in split:
+        packs = best_fit_packs(sorted(ids, key=lambda i: (-padded[i], i)), padded, cap, problem.max_sequences)
+        by_rank.append(packs)
     fill_up(problem, by_rank)
-    return plan_of_rank_packs(problem, by_rank, cp_size, "lpt")
+    return plan_of_rank_packs(problem, by_rank, cp_size, algorithm)

@@ -16,11 +16,13 @@ from tdp_megatron.schedule import (
     imbalance,
     register,
     schedule,
+    simulate,
     validate,
 )
 from tdp_megatron.types import ParallelLayout
 
-STATIC = ("dp_balanced", "lpt")
+STATIC = ("dp_balanced", "lpt", "kk", "best_fit")
+ALL = (*STATIC, "buddy", "waves", "default_dynamic_cp", "auto")
 
 
 @pytest.mark.parametrize(
@@ -72,7 +74,11 @@ def test_modes_are_read_as_written():
     assert not Mode.parse("free").needs_equal_count
 
 
-@pytest.mark.parametrize("algorithm", STATIC)
+def test_names():
+    assert set(ALL) == {*algorithms(), "auto"}
+
+
+@pytest.mark.parametrize("algorithm", ALL)
 @pytest.mark.parametrize(
     ("seqlens", "dp", "cp"),
     [
@@ -93,13 +99,13 @@ def test_small_and_odd_batches(algorithm, seqlens, dp, cp, limits):
     validate(plan, **limits)
 
 
-@pytest.mark.parametrize("algorithm", STATIC)
+@pytest.mark.parametrize("algorithm", ALL)
 def test_a_sequence_above_the_cap_is_named(algorithm):
     with pytest.raises(ScheduleError, match="sequence 1 has 65 tokens, the limit is 64 .*1 sequence"):
         schedule([64, 65, 3], ParallelLayout(1, 2, 40, tail_multiple=16), algorithm=algorithm)
 
 
-@pytest.mark.parametrize("algorithm", STATIC)
+@pytest.mark.parametrize("algorithm", ALL)
 def test_padding_counts_against_the_cap(algorithm):
     # A cap of 5 per rank holds 10 tokens on two ranks, but sequences come in fours: 8.
     layout = ParallelLayout(1, 2, 5, tail_multiple=1)
@@ -108,12 +114,14 @@ def test_padding_counts_against_the_cap(algorithm):
         schedule([9], layout, algorithm=algorithm)
 
 
-@pytest.mark.parametrize("algorithm", STATIC)
+@pytest.mark.parametrize("algorithm", ALL)
 def test_a_limit_on_sequences_is_kept(algorithm):
     plan = schedule([1] * 30, ParallelLayout(2, 1, 64), algorithm=algorithm, max_sequences_per_microbatch=4)
     validate(plan, max_sequences_per_microbatch=4)
-    with pytest.raises(ScheduleError):
-        validate(plan, max_sequences_per_microbatch=3)
+    unlimited = schedule([1] * 30, ParallelLayout(2, 1, 64), algorithm=algorithm)
+    if algorithm in STATIC:
+        with pytest.raises(ScheduleError, match="the limit is 4"):
+            validate(unlimited, max_sequences_per_microbatch=4)
 
 
 def test_many_short_sequences_where_megatron_has_not_enough_to_move():
@@ -143,11 +151,12 @@ def test_lpt_balances_work_and_not_tokens():
     assert imbalance(schedule(seqlens, ParallelLayout(2, 1, 2000), cost, algorithm="dp_balanced"), cost) > 1.3
 
 
-def test_order_of_equal_lengths_changes_only_ids():
-    layout = ParallelLayout(4, 1, 256)
+@pytest.mark.parametrize("algorithm", ["lpt", "kk", "best_fit", "buddy", "waves", "default_dynamic_cp", "auto"])
+def test_order_of_equal_lengths_changes_only_ids(algorithm):
+    layout = ParallelLayout(4, 1, 256, cp_sizes=(1, 2, 4))
     seqlens = np.array([50, 50, 30, 30, 30, 20, 20, 10])
     shuffled = np.random.default_rng(0).permutation(len(seqlens))
-    one, other = (schedule(s, layout, algorithm="lpt") for s in (seqlens, seqlens[shuffled]))
+    one, other = (schedule(s, layout, algorithm=algorithm) for s in (seqlens, seqlens[shuffled]))
     assert [one.seqlens[i] for i in one.sample_ids] == [other.seqlens[i] for i in other.sample_ids]
     assert one.op_offsets.tolist() == other.op_offsets.tolist()
 
@@ -173,3 +182,53 @@ def test_a_users_algorithm_is_called_by_name(monkeypatch):
         register("one_pack", one_pack)
     with pytest.raises(TypeError, match="callable"):
         register("nothing", None)
+
+
+def test_dynamic_cp_reaches_what_static_cp_cannot():
+    """One sequence of half of all work: alone on one rank it takes 4 times the mean."""
+    cost = CostModel(a=1.0, b=0.0)
+    layout = ParallelLayout(8, 1, 512, cp_sizes=(1, 2, 4, 8), tail_multiple=1)
+    seqlens = [512] + [16] * 32
+    for mode in ("free", "lockstep"):
+        plans = {name: schedule(seqlens, layout, cost, mode, algorithm=name) for name in ("dp_balanced", "auto")}
+        ratios = {name: simulate(plan, cost, mode).ratio for name, plan in plans.items()}
+        assert ratios["auto"] <= 1.01
+        assert ratios["dp_balanced"] >= 3.9
+
+
+def test_waves_make_equal_counts_and_equal_times_in_lockstep():
+    seqlens = np.random.default_rng(3).lognormal(5.5, 1.2, 600).astype(np.int64).clip(1, 8192)
+    layout = ParallelLayout(4, 4, 2048, cp_sizes=(1, 2, 4, 8, 16), tail_multiple=16)
+    cost = CostModel(a=1e-5, b=1e-9, c0=1e-4)
+    plan = schedule(seqlens, layout, cost, "lockstep", algorithm="waves")
+    validate(plan, equal_count=True)
+    assert simulate(plan, cost, "lockstep").ratio <= 1.05
+    assert simulate(schedule(seqlens, layout, cost, "lockstep", algorithm="dp_balanced"), cost, "lockstep").ratio > 1.4
+
+
+def test_a_pipeline_gets_more_and_shorter_microbatches():
+    seqlens = [64] * 64
+    layout = ParallelLayout(4, 1, 1024, tail_multiple=1)
+    cost = CostModel(a=1e-3, b=0.0, c0=1e-3)
+    free, pipeline = (schedule(seqlens, layout, cost, mode) for mode in ("free", "pipeline(8)"))
+    assert free.num_microbatches(0) == 1
+    assert pipeline.num_microbatches(0) == 16
+    assert simulate(pipeline, cost, "pipeline(8)").step_seconds < 0.2 * simulate(free, cost, "pipeline(8)").step_seconds
+
+
+def test_default_dynamic_cp_pads_as_asked():
+    layout = ParallelLayout(4, 1, 64, cp_sizes=(1, 2, 4), sp=2, tail_multiple=2)
+    after = schedule([10, 70], layout, algorithm="default_dynamic_cp")
+    before = schedule([10, 70], layout, algorithm="default_dynamic_cp", pad="before")
+    assert sorted(after.padded_lengths.tolist()) == [12, 72]
+    assert sorted(before.padded_lengths.tolist()) == [16, 80]
+    validate(before)
+    with pytest.raises(ScheduleError, match="sequence 0 has 245 tokens, 256 when padded .* 248"):
+        schedule([245], ParallelLayout(4, 1, 64, cp_sizes=(4,), sp=2, tail_multiple=62), algorithm="default_dynamic_cp")
+    with pytest.raises(ValueError, match="'after' or 'before'"):
+        schedule([1], layout, algorithm="default_dynamic_cp", pad="never")
+
+
+def test_auto_takes_no_options():
+    with pytest.raises(TypeError, match="auto has no options, got strict"):
+        schedule([1], ParallelLayout(1), strict=True)
