@@ -203,7 +203,7 @@ def test_waves_make_equal_counts_and_equal_times_in_lockstep():
     plan = schedule(seqlens, layout, cost, "lockstep", algorithm="waves")
     validate(plan, equal_count=True)
     assert simulate(plan, cost, "lockstep").ratio <= 1.05
-    assert simulate(schedule(seqlens, layout, cost, "lockstep", algorithm="dp_balanced"), cost, "lockstep").ratio > 1.4
+    assert simulate(schedule(seqlens, layout, cost, "lockstep", algorithm="dp_balanced"), cost, "lockstep").ratio > 1.25
 
 
 def test_a_pipeline_gets_more_and_shorter_microbatches():
@@ -224,7 +224,8 @@ def test_default_dynamic_cp_pads_as_asked():
     assert sorted(before.padded_lengths.tolist()) == [16, 80]
     validate(before)
     with pytest.raises(ScheduleError, match="sequence 0 has 245 tokens, 256 when padded .* 248"):
-        schedule([245], ParallelLayout(4, 1, 64, cp_sizes=(4,), sp=2, tail_multiple=62), algorithm="default_dynamic_cp")
+        narrow = ParallelLayout(4, 1, 64, cp_sizes=(4,), sp=2, tail_multiple=62)
+        schedule([245], narrow, algorithm="default_dynamic_cp", pad="before")
     with pytest.raises(ValueError, match="'after' or 'before'"):
         schedule([1], layout, algorithm="default_dynamic_cp", pad="never")
 
