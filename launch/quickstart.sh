@@ -135,9 +135,19 @@ for weight in ${weight_list[@]+"${weight_list[@]}"}; do
     [[ $weight =~ ^([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?$ ]] || wrong "--weights: '$weight' is no number from 0 up"
 done
 
-# Children run in groups of their own, so that ending the script ends all of them, and torchrun's ranks through it.
+for path in ${data[@]+"${data[@]}"}; do
+    if [[ -e $path.idx && -z $tokenizer ]]; then
+        wrong "--data $path is tokenized already: give --tokenizer too, so that the vocabulary size is known"
+    fi
+done
+
+plural() {
+    if (($1 == 1)); then printf '1 rank'; else printf '%s ranks' "$1"; fi
+}
+
+# Children run in groups of their own, so that ending the script ends all of them.
 set -m
-child=''
+child='' training=''
 run() {
     "$@" &
     child=$!
@@ -147,9 +157,13 @@ run() {
     return "$status"
 }
 stop() {
-    trap '' INT TERM HUP
+    trap '' TERM HUP
+    trap 'kill -TERM -- "-$child"; exit 130' INT
     if [[ -n $child ]]; then
-        kill -TERM -- "-$child" 2>/dev/null || true
+        # torchrun would answer a signal with a traceback. Its ranks save and end in peace, and then so does it.
+        if [[ -z $training ]] || ! pkill -TERM -P "$child" 2>/dev/null; then
+            kill -TERM -- "-$child" 2>/dev/null || true
+        fi
         wait "$child" 2>/dev/null || true
     fi
     echo "quickstart: stopped" >&2
@@ -186,9 +200,6 @@ data_options=()
 for number in "${!data[@]}"; do
     source_path=${data[number]}
     if [[ -e $source_path.idx ]]; then
-        if [[ -z $tokenizer ]]; then
-            wrong "--data $source_path is tokenized already: give --tokenizer, so that the vocabulary size is known"
-        fi
         data_options+=(--data "$source_path")
         continue
     fi
@@ -205,19 +216,21 @@ fi
 train() {
     local dp=$1 cp=$2
     shift 2
+    training=yes
     run "$VENV_BIN/torchrun" --standalone --nproc-per-node "$((dp * cp))" "$root/launch/train_gpt.py" \
         "${data_options[@]}" --tokenizer "${tokenizer:-$output/corpus/tokenizer.json}" \
         --dp "$dp" --cp "$cp" --global-batch-size "$global_batch_size" --max-seqlen "$max_seqlen" \
         --algorithm "$algorithm" --reroute "$reroute" --device "$device" --num-layers 2 \
         --steps "$((steps + resume_steps))" --output "$output/run" "$@"
+    training=''
 }
 
 # The stop comes in the middle of training, with further steps read ahead, as a preempted job would stop.
-stage "Train $steps steps on $world_size ranks: DP $dp x CP $cp"
+stage "Train $steps steps on $(plural "$world_size"): DP $dp x CP $cp"
 rm -rf "$output/run"
 train "$dp" "$cp" --exit-interval "$steps" --save-interval 10 --resume none
 
-stage "Resume for $resume_steps steps on $((resume_dp * resume_cp)) ranks: DP $resume_dp x CP $resume_cp"
+stage "Resume for $resume_steps steps on $(plural "$((resume_dp * resume_cp))"): DP $resume_dp x CP $resume_cp"
 train "$resume_dp" "$resume_cp"
 
 stage "Verify"

@@ -215,7 +215,7 @@ def _set_up(options: TrainOptions, runtime: Runtime) -> tuple[_Trainer, Iterator
         trainer.restore(checkpoint)
     parameters = sum(p.numel() for p in model.parameters())
     trainer.say(
-        f"{runtime.world_size} ranks on {runtime.device.type} (DP {options.dp} x CP {options.cp}), "
+        f"{runtime.world_size} rank{'s' * (runtime.world_size > 1)} on {runtime.device.type} (DP {options.dp} x CP {options.cp}), "
         f"{parameters:,} parameters, {options.global_batch_size} samples per step, from step {trainer.steps_taken}"
     )
     return trainer, runtime.together("data", lambda: iter(loader))

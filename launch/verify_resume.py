@@ -205,11 +205,9 @@ def print_table(summary: dict[str, Any]) -> None:
     table = Table(title="Quickstart")
     table.add_column("")
     for run in summary["runs"]:
-        table.add_column(
-            f"{run['dp'] * run['cp']} ranks, DP {run['dp']} x CP {run['cp']}\n"
-            f"steps {run['first_step']}-{run['last_step']}",
-            justify="right",
-        )
+        ranks = run["dp"] * run["cp"]
+        layout = f"{ranks} rank{'s' * (ranks > 1)}, DP {run['dp']} x CP {run['cp']}"
+        table.add_column(f"{layout}\nsteps {run['first_step']}-{run['last_step']}", justify="right")
     rows = {
         "loss, first step": ("loss_first", "{:.3f}"),
         "loss, last step": ("loss_last", "{:.3f}"),
@@ -220,7 +218,7 @@ def print_table(summary: dict[str, Any]) -> None:
     }
     for label, (name, form) in rows.items():
         table.add_row(label, *(form.format(run[name]) for run in summary["runs"]))
-    console = Console()
+    console = Console(soft_wrap=True)
     console.print(table)
     if summary["resumed_exactly"]:
         again = summary["samples"] - summary["distinct_samples"]

@@ -20,6 +20,13 @@ def test_script_parses(script: str, tmp_path: Path) -> None:
     assert (result.returncode, result.stderr) == (0, "")
 
 
+def test_quickstart_wants_the_tokenizer_of_tokenized_data(tmp_path: Path) -> None:
+    (tmp_path / "data.idx").touch()
+    result = bash(str(LAUNCH / "quickstart.sh"), "--data", "data", cwd=tmp_path)
+    assert result.returncode == 2
+    assert f"--data {tmp_path}/data is tokenized already: give --tokenizer too" in result.stderr
+
+
 def test_quickstart_help_names_every_option(tmp_path: Path) -> None:
     result = bash(str(LAUNCH / "quickstart.sh"), "--help", cwd=tmp_path)
     assert result.returncode == 0
