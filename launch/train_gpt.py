@@ -214,9 +214,10 @@ def _set_up(options: TrainOptions, runtime: Runtime) -> tuple[_Trainer, Iterator
     if checkpoint is not None:
         trainer.restore(checkpoint)
     parameters = sum(p.numel() for p in model.parameters())
+    ranks = f"{runtime.world_size} rank{'s' * (runtime.world_size > 1)}"
     trainer.say(
-        f"{runtime.world_size} rank{'s' * (runtime.world_size > 1)} on {runtime.device.type} (DP {options.dp} x CP {options.cp}), "
-        f"{parameters:,} parameters, {options.global_batch_size} samples per step, from step {trainer.steps_taken}"
+        f"{ranks} on {runtime.device.type} (DP {options.dp} x CP {options.cp}), {parameters:,} parameters, "
+        f"{options.global_batch_size} samples per step, from step {trainer.steps_taken}"
     )
     return trainer, runtime.together("data", lambda: iter(loader))
 
