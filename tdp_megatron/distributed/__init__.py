@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tdp_megatron.distributed.collectives import require_equal, sum_int64
-from tdp_megatron.distributed.exchange import Exchange, GlobalSamples
+from tdp_megatron.distributed.exchange import Exchange, GlobalSamples, SpanRequest
 from tdp_megatron.distributed.groups import DpCpGroups
 
-__all__ = ["DpCpGroups", "Exchange", "GlobalSamples", "require_equal", "sum_int64"]
+__all__ = ["DpCpGroups", "Exchange", "GlobalSamples", "SpanRequest", "require_equal", "sum_int64"]

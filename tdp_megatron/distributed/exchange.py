@@ -7,7 +7,7 @@ ranks end together, with the same first cause.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ from tdp_megatron.samples import FlatSamples
 from tdp_megatron.schedule.plan import Plan
 from tdp_megatron.types import Int64Array
 
-__all__ = ["Exchange", "GlobalSamples"]
+__all__ = ["Exchange", "GlobalSamples", "SpanRequest"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +71,7 @@ class Exchange:
         local: FlatSamples | None,
         wanted: int,
         *,
+        order: Int64Array | None = None,
         error: Exception | None = None,
         has_more: Callable[[], bool] = lambda: False,
     ) -> GlobalSamples:
@@ -80,6 +81,7 @@ class Exchange:
             step: number of the global batch, for messages.
             local: this rank's samples; None when reading failed.
             wanted: samples each rank should have.
+            order: int64 [n], sort keys that number the samples of all ranks; None goes round the ranks.
             error: why reading failed.
             has_more: called when some rank's data ended: whether this rank could read on.
 
@@ -107,15 +109,18 @@ class Exchange:
             self._check_end(step, counts, wanted, has_more)
         self._agree_on_schema(step, header[:, 3], digest)
 
-        rows = np.zeros((max(int(counts.max()), 1), 5), dtype=np.int64)
+        rows = np.zeros((max(int(counts.max()), 1), 6), dtype=np.int64)
         if local is not None and count:
             block = local.block
             rows[:count, 0] = block.seqlens
             rows[:count, 1] = block.num_loss_tokens
             rows[:count, 2:4] = block.refs
             rows[:count, 4] = [len(data) for data in self._encoded]
+            rows[:count, 5] = np.arange(count) if order is None else order
         gathered = all_gather_rows(self.groups, rows, what)
         place, owner = np.nonzero(np.arange(rows.shape[0])[:, None] < counts[None, :])
+        by_number = np.argsort(gathered[owner, place, 5], kind="stable")
+        place, owner = place[by_number], owner[by_number]
         table = gathered[owner, place]
         column = np.ascontiguousarray
         return GlobalSamples(
@@ -138,10 +143,43 @@ class Exchange:
         Raises:
             ExchangeError: a rank is gone or late.
         """
+        tables = [build_pack_table(plan, r) for r in range(self.num_ranks)]
+        mine = tables[self.groups.rank]
+        buffers = allocate_pack(mine, self.token_keys, pad_id=pad_id)
+        values = self.transfer(step, [SpanRequest.of(t) for t in tables], samples, local, buffers.arrays)
+        return mine, buffers, values
+
+    @property
+    def token_keys(self) -> dict[str, tuple[np.dtype[Any], tuple[int, ...]]]:
+        """Per-token keys all ranks agreed on in the last ``gather``, with dtype and shape of one token's entry."""
+        return {key: (self._schema.dtype(key), spec[1]) for key, spec in self._schema.keys}
+
+    def transfer(
+        self,
+        step: int,
+        requests: Sequence[SpanRequest],
+        samples: GlobalSamples,
+        local: FlatSamples,
+        out: Mapping[str, npt.NDArray[Any]],
+    ) -> dict[int, Mapping[str, Any]]:
+        """One all-to-all that brings every rank the spans it asks for; every rank knows all requests.
+
+        Args:
+            step: number of the global batch, for messages.
+            requests: what each rank wants, by rank; the same on every rank.
+            samples: from ``gather``.
+            local: what this rank gave to ``gather``.
+            out: per token key, the array this rank's spans are written to.
+
+        Returns:
+            The per-sample values of the samples in this rank's request.
+
+        Raises:
+            ExchangeError: a rank is gone or late.
+        """
         me = self.groups.rank
-        sends = [_Parcel.of(build_pack_table(plan, r), samples, me) for r in range(self.num_ranks)]
-        mine = build_pack_table(plan, me)
-        receives = [_Parcel.of(mine, samples, r) for r in range(self.num_ranks)]
+        sends = [_Parcel.of(request, samples, me) for request in requests]
+        receives = [_Parcel.of(requests[me], samples, r) for r in range(self.num_ranks)]
         sizes = [self._size(parcel) for parcel in sends]
         receive_sizes = [self._size(parcel) for parcel in receives]
 
@@ -150,27 +188,28 @@ class Exchange:
         for key, place in self._key_places(sends, sizes):
             width = self._schema.token_bytes(key)
             lengths = np.concatenate([p.lengths for p in sends]) * width
-            _C.copy_spans(_as_bytes(local.arrays[key]), np.concatenate(source_offsets) * width, send, place, lengths)
+            if lengths.any():
+                _C.copy_spans(
+                    _as_bytes(local.arrays[key]), np.concatenate(source_offsets) * width, send, place, lengths
+                )
         for parcel, end in zip(sends, np.cumsum(sizes).tolist(), strict=True):
             blob = b"".join(self._encoded[int(samples.local_index[i])] for i in parcel.value_ids.tolist())
             send[end - len(blob) : end] = np.frombuffer(blob, dtype=np.uint8)
 
         received = all_to_all_bytes(self.groups, send, sizes, receive_sizes, f"step {step}: exchanging samples")
 
-        extra = {key: (self._schema.dtype(key), spec[1]) for key, spec in self._schema.keys}
-        buffers = allocate_pack(mine, extra, pad_id=pad_id)
         destinations = np.concatenate([p.destinations for p in receives])
         for key, place in self._key_places(receives, receive_sizes):
             width = self._schema.token_bytes(key)
             lengths = np.concatenate([p.lengths for p in receives]) * width
-            _C.copy_spans(received, place, _as_bytes(buffers.arrays[key]), destinations * width, lengths)
+            _C.copy_spans(received, place, _as_bytes(out[key]), destinations * width, lengths)
         values: dict[int, Mapping[str, Any]] = {}
         for parcel, end in zip(receives, np.cumsum(receive_sizes).tolist(), strict=True):
             at = end - int(parcel.value_bytes.sum())
             for i, size in zip(parcel.value_ids.tolist(), parcel.value_bytes.tolist(), strict=True):
                 values[i] = decode_values(received[at : at + size].tobytes())
                 at += size
-        return mine, buffers, values
+        return values
 
     def _prepare(self, local: FlatSamples) -> int:
         """Encode the per-sample values; a digest of the schema, 0 without samples."""
@@ -247,28 +286,58 @@ class Exchange:
 
 
 @dataclass(frozen=True, slots=True)
+class SpanRequest:
+    """What one rank wants: spans of samples, and where in its arrays they go."""
+
+    sample_ids: Int64Array
+    """int64 [n], numbers in the global batch; entries without a token may be -1."""
+    starts: Int64Array
+    """int64 [n], tokens from the start of the sample."""
+    lengths: Int64Array
+    """int64 [n], tokens."""
+    destinations: Int64Array
+    """int64 [n], elements."""
+    held: Int64Array
+    """int64 [h], samples whose per-sample values are wanted."""
+
+    @staticmethod
+    def of(table: PackTable) -> SpanRequest:
+        """The real tokens of a rank's packs."""
+        return SpanRequest(table.sample_ids, table.starts, table.lengths, table.destinations, table.held)
+
+    @staticmethod
+    def whole(sample_ids: Int64Array, seqlens: Int64Array) -> SpanRequest:
+        """Whole samples, one after the other.
+
+        Args:
+            sample_ids: int64 [n].
+            seqlens: int64 [n], their lengths, tokens.
+        """
+        return SpanRequest(sample_ids, np.zeros_like(seqlens), seqlens, np.cumsum(seqlens) - seqlens, sample_ids)
+
+
+@dataclass(frozen=True, slots=True)
 class _Parcel:
-    """The spans that one rank sends another, in the order of the receiver's pack table."""
+    """The part of a request that one rank sends, in the order of the request."""
 
     sample_ids: Int64Array
     starts: Int64Array
     lengths: Int64Array
     destinations: Int64Array
     value_ids: Int64Array
-    """Samples whose per-sample values travel, in the receiver's pack order."""
+    """Samples whose per-sample values travel."""
     value_bytes: Int64Array
 
     @staticmethod
-    def of(table: PackTable, samples: GlobalSamples, sender: int) -> _Parcel:
-        real = table.lengths > 0
-        rows = np.flatnonzero(real)
-        rows = rows[samples.owner[table.sample_ids[rows]] == sender]
-        held = table.held[samples.owner[table.held] == sender]
+    def of(request: SpanRequest, samples: GlobalSamples, sender: int) -> _Parcel:
+        rows = np.flatnonzero(request.lengths > 0)
+        rows = rows[samples.owner[request.sample_ids[rows]] == sender]
+        held = request.held[samples.owner[request.held] == sender]
         return _Parcel(
-            table.sample_ids[rows],
-            table.starts[rows],
-            table.lengths[rows],
-            table.destinations[rows],
+            request.sample_ids[rows],
+            request.starts[rows],
+            request.lengths[rows],
+            request.destinations[rows],
             held,
             samples.value_bytes[held],
         )
