@@ -6,11 +6,13 @@ from tdp_megatron.schedule.api import algorithms, register, schedule
 from tdp_megatron.schedule.bounds import lower_bound
 from tdp_megatron.schedule.cost import CostModel, imbalance, rank_costs
 from tdp_megatron.schedule.plan import Plan, PlanOp
+from tdp_megatron.schedule.presets import PRESETS, cost_from_dimensions, fit_cost, preset
 from tdp_megatron.schedule.problem import Limits, Mode, Problem
 from tdp_megatron.schedule.simulate import Simulation, simulate
 from tdp_megatron.schedule.validation import validate
 
 __all__ = [
+    "PRESETS",
     "CostModel",
     "Limits",
     "Mode",
@@ -19,8 +21,11 @@ __all__ = [
     "Problem",
     "Simulation",
     "algorithms",
+    "cost_from_dimensions",
+    "fit_cost",
     "imbalance",
     "lower_bound",
+    "preset",
     "rank_costs",
     "register",
     "schedule",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
@@ -13,8 +14,10 @@ from tdp_megatron.schedule.buddy import buddy
 from tdp_megatron.schedule.cost import CostModel
 from tdp_megatron.schedule.dp_balanced import dp_balanced
 from tdp_megatron.schedule.dynamic_cp import default_dynamic_cp
+from tdp_megatron.schedule.keys import check_keys, schedule_with_keys
 from tdp_megatron.schedule.lpt import best_fit, kk, lpt
 from tdp_megatron.schedule.plan import Plan
+from tdp_megatron.schedule.presets import preset
 from tdp_megatron.schedule.problem import Limits, Mode, Problem, check_fits, check_seqlens
 from tdp_megatron.schedule.waves import waves
 from tdp_megatron.types import ParallelLayout
@@ -27,8 +30,7 @@ Algorithm = Callable[..., Plan]
 _REGISTRY: dict[str, Algorithm] = {}
 _LIMITS = frozenset(f.name for f in fields(Limits))
 
-#: Llama 8B on one H100 at half of its peak.
-DEFAULT_COST = CostModel(a=9.1e-5, b=1.86e-9, c0=4.8e-3)
+DEFAULT_COST = preset("llama-8b")
 
 
 def register(name: str, algorithm: Algorithm) -> None:
@@ -56,6 +58,9 @@ def schedule(
     cost: CostModel | None = None,
     mode: str | Mode = "free",
     algorithm: str = "auto",
+    *,
+    together: npt.ArrayLike | None = None,
+    apart: npt.ArrayLike | None = None,
     **limits: Any,
 ) -> Plan:
     """Pack one global batch and place it on ranks; a pure function, the same bits on every rank.
@@ -66,6 +71,8 @@ def schedule(
         cost: what a microbatch costs; the default is an 8B model on H100.
         mode: ``"free"``, ``"lockstep"``, ``"barrier"``, ``"pipeline(stages[, virtual])"`` or a ``Mode``.
         algorithm: a name from ``algorithms()``, or ``"auto"``.
+        together: integers [n]; sequences with the same key share a microbatch, -1 for no key.
+        apart: integers [n]; sequences with the same key do not share a microbatch, -1 for no key.
         limits: fields of ``Limits`` (``equal_count``, ``microbatches_multiple``,
             ``max_sequences_per_microbatch``), and options of the algorithm (``strict`` of ``dp_balanced``).
 
@@ -90,13 +97,15 @@ def schedule(
     )
     check_fits(problem.seqlens, layout, layout.cp_sizes)
     options = {name: value for name, value in limits.items() if name not in _LIMITS}
-    if algorithm == "auto":
-        if options:
-            raise TypeError(f"auto has no options, got {', '.join(sorted(options))}")
-        return auto(problem)
-    if algorithm not in _REGISTRY:
+    if algorithm == "auto" and options:
+        raise TypeError(f"auto has no options, got {', '.join(sorted(options))}")
+    if algorithm != "auto" and algorithm not in _REGISTRY:
         raise ValueError(f"unknown algorithm {algorithm!r}; known are auto, {', '.join(algorithms())}")
-    return _REGISTRY[algorithm](problem, **options)
+    make_plan = auto if algorithm == "auto" else functools.partial(_REGISTRY[algorithm], **options)
+    if together is None and apart is None:
+        return make_plan(problem)
+    n = len(problem.seqlens)
+    return schedule_with_keys(problem, make_plan, check_keys("together", together, n), check_keys("apart", apart, n))
 
 
 for _name, _algorithm in (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from tdp_megatron.errors import ScheduleError
 from tdp_megatron.schedule.execution import execution_order
@@ -18,6 +19,8 @@ def validate(
     equal_count: bool = False,
     microbatches_multiple: int = 1,
     max_sequences_per_microbatch: int = 0,
+    together: npt.ArrayLike | None = None,
+    apart: npt.ArrayLike | None = None,
 ) -> None:
     """Check that ``plan`` can be executed and loses nothing.
 
@@ -30,6 +33,8 @@ def validate(
         equal_count: every rank has the same number of microbatches (H5).
         microbatches_multiple: and that number is a multiple of this (H5).
         max_sequences_per_microbatch: most sequences in one microbatch, 0 for no limit (H6).
+        together: integers [n], sequences with the same key from 0 up share a microbatch (H7).
+        apart: integers [n], sequences with the same key from 0 up do not (H7).
 
     Raises:
         ScheduleError: the first constraint broken, with op, ranks, sequence, value and limit.
@@ -38,6 +43,7 @@ def validate(
     _check_sequences(plan)
     _check_tokens(plan, max_sequences_per_microbatch)
     _check_counts(plan, equal_count, microbatches_multiple)
+    _check_keys(plan, together, apart)
     execution_order(plan.op_first_rank, plan.op_cp_size, [plan.rank_ops(rank) for rank in range(plan.layout.num_ranks)])
 
 
@@ -129,6 +135,29 @@ def _check_counts(plan: Plan, equal_count: bool, multiple: int) -> None:
     bad = _first(counts % multiple != 0)
     if bad >= 0:
         raise ScheduleError(f"rank {bad} has {int(counts[bad])} microbatches, which is no multiple of {multiple}")
+
+
+def _check_keys(plan: Plan, together: npt.ArrayLike | None, apart: npt.ArrayLike | None) -> None:
+    op_of_sample = np.empty(len(plan.seqlens), dtype=np.int64)
+    op_of_sample[plan.sample_ids] = _op_of_entry(plan)
+    for name, keys in (("together", together), ("apart", apart)):
+        if keys is None:
+            continue
+        first_of: dict[tuple[int, int], int] = {}
+        for sample_id, key in enumerate(np.asarray(keys).tolist()):
+            if key < 0:
+                continue
+            op = int(op_of_sample[sample_id])
+            first = first_of.setdefault((key, op if name == "apart" else -1), sample_id)
+            if name == "together" and int(op_of_sample[first]) != op:
+                raise ScheduleError(
+                    f"sequences {first} and {sample_id} belong together (key {key}), but are in "
+                    f"{_name(plan, int(op_of_sample[first]))} and {_name(plan, op)}"
+                )
+            if name == "apart" and first != sample_id:
+                raise ScheduleError(
+                    f"sequences {first} and {sample_id} must be apart (key {key}), but are both in {_name(plan, op)}"
+                )
 
 
 def _op_of_entry(plan: Plan) -> Int64Array:

@@ -223,8 +223,8 @@ def test_default_dynamic_cp_pads_as_asked():
     assert sorted(after.padded_lengths.tolist()) == [12, 72]
     assert sorted(before.padded_lengths.tolist()) == [16, 80]
     validate(before)
+    narrow = ParallelLayout(4, 1, 64, cp_sizes=(4,), sp=2, tail_multiple=62)
     with pytest.raises(ScheduleError, match="sequence 0 has 245 tokens, 256 when padded .* 248"):
-        narrow = ParallelLayout(4, 1, 64, cp_sizes=(4,), sp=2, tail_multiple=62)
         schedule([245], narrow, algorithm="default_dynamic_cp", pad="before")
     with pytest.raises(ValueError, match="'after' or 'before'"):
         schedule([1], layout, algorithm="default_dynamic_cp", pad="never")
