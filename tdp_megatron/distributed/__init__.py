@@ -5,5 +5,6 @@ from __future__ import annotations
 from tdp_megatron.distributed.collectives import require_equal, sum_int64
 from tdp_megatron.distributed.exchange import Exchange, GlobalSamples, SpanRequest
 from tdp_megatron.distributed.groups import DpCpGroups
+from tdp_megatron.distributed.host_group import HostGroup
 
-__all__ = ["DpCpGroups", "Exchange", "GlobalSamples", "SpanRequest", "require_equal", "sum_int64"]
+__all__ = ["DpCpGroups", "Exchange", "GlobalSamples", "HostGroup", "SpanRequest", "require_equal", "sum_int64"]

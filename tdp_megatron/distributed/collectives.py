@@ -10,62 +10,62 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from tdp_megatron.distributed.groups import DpCpGroups
+from tdp_megatron.distributed.host_group import HostGroup
 from tdp_megatron.errors import ExchangeError
 from tdp_megatron.types import Int64Array
 
-__all__ = ["all_gather_rows", "all_to_all_bytes", "gather_texts", "require_equal", "sum_int64"]
+__all__ = ["all_gather_rows", "all_to_all_bytes", "broadcast_bytes", "gather_texts", "require_equal", "sum_int64"]
 
 
 @contextmanager
-def _named(groups: DpCpGroups, what: str) -> Iterator[None]:
+def _named(host: HostGroup, what: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
         late = "imed out" in str(error)
-        how = f"did not complete within {groups.timeout_s:g} s" if late else "was cut off"
+        how = f"did not complete within {host.timeout_s:g} s" if late else "was cut off"
         remedy = "Raise timeout_s if a rank is only slow" if late else "Look at that rank's own first error"
         raise ExchangeError(
-            f"{what} {how}: {groups.explain_failure()}. {remedy}. Cause seen by rank {groups.rank}: "
+            f"{what} {how}: {host.explain_failure()}. {remedy}. Cause seen by rank {host.rank}: "
             f"{str(error).splitlines()[0]}"
         ) from error
 
 
-def all_gather_rows(groups: DpCpGroups, row: npt.NDArray[np.int64], what: str) -> Int64Array:
+def all_gather_rows(host: HostGroup, row: npt.NDArray[np.int64], what: str) -> Int64Array:
     """Rows of equal size from all ranks, int64 [R, *row.shape].
 
     Raises:
         ExchangeError: a rank is gone or late.
     """
     mine = torch.from_numpy(np.ascontiguousarray(row))
-    out = torch.empty((len(groups.global_ranks), *mine.shape), dtype=torch.int64)
-    with _named(groups, what):
-        dist.all_gather(list(out.unbind(0)), mine, group=groups.data_group)
+    out = torch.empty((host.size, *mine.shape), dtype=torch.int64)
+    with _named(host, what):
+        dist.all_gather(list(out.unbind(0)), mine, group=host.group)
     gathered: Int64Array = out.numpy()
     return gathered
 
 
-def gather_texts(groups: DpCpGroups, text: str, what: str) -> list[str]:
+def gather_texts(host: HostGroup, text: str, what: str) -> list[str]:
     """One text from every rank, by rank. For rare events: errors, a new schema."""
     data = text.encode()
-    sizes = all_gather_rows(groups, np.array([len(data)], dtype=np.int64), f"{what} (sizes)")[:, 0]
+    sizes = all_gather_rows(host, np.array([len(data)], dtype=np.int64), f"{what} (sizes)")[:, 0]
     mine = torch.zeros(int(sizes.max()), dtype=torch.uint8)
     if data:
         mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     out = torch.empty((len(sizes), len(mine)), dtype=torch.uint8)
     if len(mine):
-        with _named(groups, what):
-            dist.all_gather(list(out.unbind(0)), mine, group=groups.data_group)
+        with _named(host, what):
+            dist.all_gather(list(out.unbind(0)), mine, group=host.group)
     return [bytes(out[r, : int(size)].numpy()).decode() for r, size in enumerate(sizes)]
 
 
 def all_to_all_bytes(
-    groups: DpCpGroups, send: npt.NDArray[np.uint8], send_sizes: list[int], receive_sizes: list[int], what: str
+    host: HostGroup, send: npt.NDArray[np.uint8], send_sizes: list[int], receive_sizes: list[int], what: str
 ) -> npt.NDArray[np.uint8]:
     """One all-to-all of uneven byte runs.
 
     Args:
-        groups: who takes part.
+        host: who takes part.
         send: uint8 [sum of send_sizes], the runs for rank 0, 1, ... one after the other.
         send_sizes: bytes for each rank.
         receive_sizes: bytes from each rank.
@@ -78,28 +78,58 @@ def all_to_all_bytes(
         ExchangeError: a rank is gone or late.
     """
     received = torch.empty(sum(receive_sizes), dtype=torch.uint8)
-    with _named(groups, what):
-        dist.all_to_all_single(received, torch.from_numpy(send), receive_sizes, send_sizes, group=groups.data_group)
+    with _named(host, what):
+        dist.all_to_all_single(received, torch.from_numpy(send), receive_sizes, send_sizes, group=host.group)
     out: npt.NDArray[np.uint8] = received.numpy()
     return out
 
 
-def sum_int64(groups: DpCpGroups, value: int, what: str) -> int:
+def broadcast_bytes(host: HostGroup, data: bytes | None, source: int, what: str) -> bytes:
+    """The bytes that rank ``source`` of the group gives, on every rank.
+
+    Args:
+        host: who takes part.
+        data: what to send; ignored on other ranks.
+        source: the sender's place in the group.
+        what: how an error names this step.
+
+    Raises:
+        ExchangeError: a rank is gone or late.
+    """
+    sends = host.rank == source
+    if sends and data is None:
+        raise ValueError("the source of a broadcast needs data")
+    root = host.global_ranks[source]
+    size = torch.tensor([len(data) if sends and data is not None else 0], dtype=torch.int64)
+    with _named(host, what):
+        dist.broadcast(size, root, group=host.group)
+    if not int(size):
+        return b""
+    if sends and data is not None:
+        buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    else:
+        buffer = torch.empty(int(size), dtype=torch.uint8)
+    with _named(host, what):
+        dist.broadcast(buffer, root, group=host.group)
+    return buffer.numpy().tobytes()
+
+
+def sum_int64(host: HostGroup, value: int, what: str) -> int:
     """Sum of one integer over all ranks."""
     total = torch.tensor([value], dtype=torch.int64)
-    with _named(groups, what):
-        dist.all_reduce(total, group=groups.data_group)
+    with _named(host, what):
+        dist.all_reduce(total, group=host.group)
     return int(total)
 
 
-def require_equal(groups: DpCpGroups, digest: str, what: str) -> None:
+def require_equal(host: HostGroup, digest: str, what: str) -> None:
     """Compare a hexadecimal digest over all ranks.
 
     Raises:
         ExchangeError: some rank has another digest; the message names the ranks that differ from rank 0.
     """
     row = np.frombuffer(bytes.fromhex(digest)[:32].ljust(32, b"\0"), dtype=np.int64).copy()
-    rows = all_gather_rows(groups, row, f"comparing {what}")
+    rows = all_gather_rows(host, row, f"comparing {what}")
     different = [r for r in range(len(rows)) if not np.array_equal(rows[r], rows[0])]
     if different:
         raise ExchangeError(

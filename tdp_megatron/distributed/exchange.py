@@ -17,6 +17,7 @@ import numpy.typing as npt
 from tdp_megatron import _C
 from tdp_megatron.distributed.collectives import all_gather_rows, all_to_all_bytes, gather_texts
 from tdp_megatron.distributed.groups import DpCpGroups
+from tdp_megatron.distributed.host_group import HostGroup
 from tdp_megatron.distributed.wire import WireSchema, decode_values, encode_values
 from tdp_megatron.errors import ExchangeError
 from tdp_megatron.ops import PackBuffers, PackTable, allocate_pack, build_pack_table
@@ -53,8 +54,8 @@ class GlobalSamples:
 class Exchange:
     """Rerouting by all-to-all among the ranks of ``groups``; used from one thread, in step order."""
 
-    def __init__(self, groups: DpCpGroups) -> None:
-        self.groups = groups
+    def __init__(self, groups: DpCpGroups | HostGroup) -> None:
+        self.host = groups if isinstance(groups, HostGroup) else groups.data
         self._schemas: dict[int, WireSchema] = {}
         self._agreed: set[int] = set()
         self._schema = WireSchema(())
@@ -63,7 +64,7 @@ class Exchange:
     @property
     def num_ranks(self) -> int:
         """Ranks that take part."""
-        return len(self.groups.global_ranks)
+        return self.host.size
 
     def gather(
         self,
@@ -91,7 +92,7 @@ class Exchange:
         Raises:
             ExchangeError: a rank failed, its data ended before the others', or the ranks' keys differ.
         """
-        self.groups.begin_step(step)
+        self.host.begin_step(step)
         digest = 0
         if local is not None and error is None:
             try:
@@ -100,9 +101,7 @@ class Exchange:
                 error = failure
         count = 0 if local is None or error is not None else len(local.block)
         what = f"step {step}: gathering lengths"
-        header = all_gather_rows(
-            self.groups, np.array([count, wanted, error is not None, digest], dtype=np.int64), what
-        )
+        header = all_gather_rows(self.host, np.array([count, wanted, error is not None, digest], dtype=np.int64), what)
         self._raise_first(step, header[:, 2], error)
         counts = header[:, 0]
         if (counts < header[:, 1]).any():
@@ -117,7 +116,7 @@ class Exchange:
             rows[:count, 2:4] = block.refs
             rows[:count, 4] = [len(data) for data in self._encoded]
             rows[:count, 5] = np.arange(count) if order is None else order
-        gathered = all_gather_rows(self.groups, rows, what)
+        gathered = all_gather_rows(self.host, rows, what)
         place, owner = np.nonzero(np.arange(rows.shape[0])[:, None] < counts[None, :])
         by_number = np.argsort(gathered[owner, place, 5], kind="stable")
         place, owner = place[by_number], owner[by_number]
@@ -144,7 +143,7 @@ class Exchange:
             ExchangeError: a rank is gone or late.
         """
         tables = [build_pack_table(plan, r) for r in range(self.num_ranks)]
-        mine = tables[self.groups.rank]
+        mine = tables[self.host.rank]
         buffers = allocate_pack(mine, self.token_keys, pad_id=pad_id)
         values = self.transfer(step, [SpanRequest.of(t) for t in tables], samples, local, buffers.arrays)
         return mine, buffers, values
@@ -177,7 +176,7 @@ class Exchange:
         Raises:
             ExchangeError: a rank is gone or late.
         """
-        me = self.groups.rank
+        me = self.host.rank
         sends = [_Parcel.of(request, samples, me) for request in requests]
         receives = [_Parcel.of(requests[me], samples, r) for r in range(self.num_ranks)]
         sizes = [self._size(parcel) for parcel in sends]
@@ -196,7 +195,7 @@ class Exchange:
             blob = b"".join(self._encoded[int(samples.local_index[i])] for i in parcel.value_ids.tolist())
             send[end - len(blob) : end] = np.frombuffer(blob, dtype=np.uint8)
 
-        received = all_to_all_bytes(self.groups, send, sizes, receive_sizes, f"step {step}: exchanging samples")
+        received = all_to_all_bytes(self.host, send, sizes, receive_sizes, f"step {step}: exchanging samples")
 
         destinations = np.concatenate([p.destinations for p in receives])
         for key, place in self._key_places(receives, receive_sizes):
@@ -225,20 +224,20 @@ class Exchange:
         if not failed.any():
             return
         text = "" if error is None else f"{type(error).__name__}: {error}"
-        texts = gather_texts(self.groups, text, f"step {step}: gathering error messages")
+        texts = gather_texts(self.host, text, f"step {step}: gathering error messages")
         first = int(np.flatnonzero(failed)[0])
         raise ExchangeError(f"step {step}: rank {first} failed: {texts[first]}") from error
 
     def _check_end(self, step: int, counts: Int64Array, wanted: int, has_more: Callable[[], bool]) -> None:
         error: Exception | None = None
         more = 0
-        if int(counts[self.groups.rank]) == wanted:
+        if int(counts[self.host.rank]) == wanted:
             try:
                 more = int(has_more())
             except Exception as failure:
                 error = failure
         state = all_gather_rows(
-            self.groups, np.array([more, error is not None], dtype=np.int64), f"step {step}: agreeing on the end"
+            self.host, np.array([more, error is not None], dtype=np.int64), f"step {step}: agreeing on the end"
         )
         self._raise_first(step, state[:, 1], error)
         going_on = np.flatnonzero(state[:, 0])
@@ -257,7 +256,7 @@ class Exchange:
         # Known digests are the same set on every rank once they have been gathered, so all ranks branch alike.
         if len(used) > 1 or used[0] not in self._agreed:
             schema = self._schemas[mine].to_json() if mine else ""
-            texts = gather_texts(self.groups, schema, f"step {step}: agreeing on keys")
+            texts = gather_texts(self.host, schema, f"step {step}: agreeing on keys")
             if len(used) > 1:
                 shown = "; ".join(f"rank {r}: {t}" for r, t in enumerate(texts) if t)
                 raise ExchangeError(f"step {step}: the ranks' samples have different per-token keys: {shown}")

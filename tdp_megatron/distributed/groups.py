@@ -3,66 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import timedelta
-from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from tdp_megatron.distributed.progress import Progress
+from tdp_megatron.distributed.host_group import HostGroup, new_ordered_group
 from tdp_megatron.types import ParallelLayout
 
-__all__ = ["DpCpGroups", "new_ordered_group"]
-
-
-def new_ordered_group(ranks: Sequence[int], **options: Any) -> dist.ProcessGroup:
-    """A process group whose i-th rank is ``ranks[i]``; only its members call this.
-
-    Args:
-        ranks: torch.distributed ranks in any order.
-        **options: of ``torch.distributed.new_group``.
-    """
-    if list(ranks) != sorted(ranks):
-        options["sort_ranks"] = False  # torch sorts by default, which would renumber the members
-    group = dist.new_group(list(ranks), use_local_synchronization=True, **options)
-    assert isinstance(group, dist.ProcessGroup)
-    return group
+__all__ = ["DpCpGroups"]
 
 
 class DpCpGroups:
     """This process's place in the layout and the groups it belongs to. Build with ``create``."""
 
     def __init__(
-        self,
-        layout: ParallelLayout,
-        rank: int,
-        global_ranks: Sequence[int],
-        data_group: dist.ProcessGroup,
-        cp_groups: dict[tuple[int, int], dist.ProcessGroup],
-        timeout_s: float,
+        self, layout: ParallelLayout, data: HostGroup, cp_groups: dict[tuple[int, int], dist.ProcessGroup]
     ) -> None:
         self.layout = layout
-        self.rank = rank
-        """DP x CP rank of this process."""
-        self.global_ranks = tuple(global_ranks)
-        """torch.distributed rank of every DP x CP rank."""
-        self.data_group = data_group
-        """gloo group of all DP x CP ranks, used by the data runtime alone, from one thread."""
-        self.timeout_s = timeout_s
-        """Deadline of each of the data runtime's collectives, seconds."""
+        self.data = data
+        """gloo group of all DP x CP ranks, in their order, used by the data runtime alone."""
         self._cp_groups = cp_groups
-        self.step = 0
-        """Step the data runtime is in, for messages."""
-        self._progress = Progress(self.global_ranks, rank, data_group.group_name)
 
-    def begin_step(self, step: int) -> None:
-        """Note for the other ranks that this one has begun ``step``."""
-        self.step = step
-        self._progress.begin(step)
-
-    def explain_failure(self) -> str:
-        """Which ranks are missing, once a collective of the data runtime has failed; takes seconds."""
-        return self._progress.explain(self.step)
+    @property
+    def rank(self) -> int:
+        """DP x CP rank of this process."""
+        return self.data.rank
 
     @classmethod
     def create(
@@ -82,8 +47,6 @@ class DpCpGroups:
         """
         if not dist.is_initialized():
             raise RuntimeError("call torch.distributed.init_process_group before DpCpGroups.create")
-        if not timeout_s > 0:
-            raise ValueError(f"timeout_s must be positive, got {timeout_s}")
         world = dist.get_world_size()
         ranks = tuple(range(world)) if global_ranks is None else tuple(int(r) for r in global_ranks)
         if len(ranks) != layout.num_ranks or len(set(ranks)) != len(ranks):
@@ -94,16 +57,14 @@ class DpCpGroups:
         me = dist.get_rank()
         if me not in ranks:
             raise ValueError(f"rank {me} is not among the DP x CP ranks {ranks}")
-        # Token bytes are host data: gloo whatever the default backend is, and a group of its own so that a
-        # background thread's collectives never mix with the training loop's.
-        data_group = new_ordered_group(ranks, timeout=timedelta(seconds=timeout_s), backend="gloo")
+        data = HostGroup(ranks, timeout_s)
         cp_groups: dict[tuple[int, int], dist.ProcessGroup] = {}
         for cp_size in layout.cp_sizes:
             if cp_size == 1:
                 continue
-            first = ranks.index(me) // cp_size * cp_size
+            first = data.rank // cp_size * cp_size
             cp_groups[first, cp_size] = new_ordered_group(ranks[first : first + cp_size])
-        return cls(layout, ranks.index(me), ranks, data_group, cp_groups, timeout_s)
+        return cls(layout, data, cp_groups)
 
     @classmethod
     def from_mesh(

@@ -54,8 +54,8 @@ class GlobalBatch:
         if self.block is None:
             if self.exchange is None or self.samples is None or self.local is None:
                 raise ValueError("a global batch without a block needs an exchange and its samples")
-            if rank != self.exchange.groups.rank:
-                raise ValueError(f"rank {rank} is not this process's rank {self.exchange.groups.rank}")
+            if rank != self.exchange.host.rank:
+                raise ValueError(f"rank {rank} is not this process's rank {self.exchange.host.rank}")
             table, buffers, values = self.exchange.run(self.index, self.plan, self.samples, self.local, pad_id=pad_id)
         else:
             table = build_pack_table(self.plan, rank)

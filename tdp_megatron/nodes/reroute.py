@@ -80,7 +80,7 @@ class Reroute(Node[Step]):
 
     def _step(self, batch: GlobalBatch) -> Step:
         if self.agree_every and self.groups is not None and batch.index % self.agree_every == 0:
-            require_equal(self.groups, batch.plan.digest(), f"the plan of step {batch.index}")
+            require_equal(self.groups.data, batch.plan.digest(), f"the plan of step {batch.index}")
         if self.groups is None:
             batches = batch.pack(self.rank, pad_id=self.pad_id)
         else:
@@ -110,4 +110,4 @@ class Reroute(Node[Step]):
                 "the number of loss tokens depends on the content (eod_mask_loss), which no rank reads as a whole; "
                 "give Reroute its groups"
             )
-        return sum_int64(self.groups, mine, f"step {batch.index}: counting loss tokens")
+        return sum_int64(self.groups.data, mine, f"step {batch.index}: counting loss tokens")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import tempfile
@@ -40,7 +41,14 @@ class RanksFailedError(AssertionError):
 
 
 def _child(
-    fn: Callable[..., Any], rank: int, world_size: int, store: str, timeout_s: float, pipe: Connection, args: Any
+    fn: Callable[..., Any],
+    rank: int,
+    world_size: int,
+    store: str,
+    timeout_s: float,
+    pipe: Connection,
+    release: Connection,
+    args: Any,
 ) -> None:
     try:
         torch.set_num_threads(1)
@@ -56,7 +64,9 @@ def _child(
     except BaseException as error:  # whatever it is, the parent reports it
         outcome = RankFailure(rank, type(error).__name__, str(error), traceback.format_exc())
     pipe.send(outcome)
-    pipe.close()
+    # A rank that is done waits for the others, which may still be connecting to it; a failed one must be seen to go.
+    if not isinstance(outcome, RankFailure):
+        release.poll(timeout_s)
     # Skips interpreter shutdown: gloo's threads of a failed group would wait there for the other ranks.
     os._exit(0)
 
@@ -92,13 +102,17 @@ def run_ranks(
         store = os.path.join(folder, "store")
         processes = []
         pipes: dict[Connection, int] = {}
+        releases: list[Connection] = []
         for rank in range(world_size):
             receiver, sender = context.Pipe(duplex=False)
+            waiter, release = context.Pipe(duplex=False)
             process = context.Process(
-                target=_child, args=(fn, rank, world_size, store, timeout_s, sender, args), daemon=True
+                target=_child, args=(fn, rank, world_size, store, timeout_s, sender, waiter, args), daemon=True
             )
             process.start()
             sender.close()
+            waiter.close()
+            releases.append(release)
             processes.append(process)
             pipes[receiver] = rank
         deadline = time.monotonic() + timeout_s + 5.0
@@ -116,6 +130,9 @@ def run_ranks(
                     results[rank] = RankFailure(rank, "ProcessDied", f"exit code {code} without a result")
         for rank in pipes.values():
             results[rank] = RankFailure(rank, "Timeout", f"still running after {timeout_s + 5.0:.0f} s")
+        for release in releases:
+            with contextlib.suppress(OSError):
+                release.send(None)
         for process in processes:
             if process.is_alive():
                 process.join(1 if not pipes else 0)

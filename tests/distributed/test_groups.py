@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from tdp_megatron.distributed import DpCpGroups, require_equal
-from tdp_megatron.distributed.collectives import all_gather_rows, all_to_all_bytes, gather_texts
+from tdp_megatron.distributed.collectives import all_gather_rows, all_to_all_bytes, broadcast_bytes, gather_texts
 from tdp_megatron.testing import run_ranks
 from tdp_megatron.types import ParallelLayout
 
@@ -20,17 +20,19 @@ pytestmark = pytest.mark.distributed
 
 def check_order(groups: DpCpGroups, ranks: list[int]) -> None:
     me = dist.get_rank()
-    assert groups.global_ranks == tuple(ranks)
+    assert groups.data.global_ranks == tuple(ranks)
     assert groups.rank == ranks.index(me)
-    assert all_gather_rows(groups, np.array([me]), "test")[:, 0].tolist() == ranks
-    assert gather_texts(groups, f"rank {me}", "test") == [f"rank {r}" for r in ranks]
+    assert all_gather_rows(groups.data, np.array([me]), "test")[:, 0].tolist() == ranks
+    assert gather_texts(groups.data, f"rank {me}", "test") == [f"rank {r}" for r in ranks]
     n = len(ranks)
     # Rank i sends i + j + 1 bytes of value 16 i + j to rank j.
     i = groups.rank
     send = np.concatenate([np.full(i + j + 1, 16 * i + j, dtype=np.uint8) for j in range(n)])
-    received = all_to_all_bytes(groups, send, [i + j + 1 for j in range(n)], [j + i + 1 for j in range(n)], "test")
+    received = all_to_all_bytes(groups.data, send, [i + j + 1 for j in range(n)], [j + i + 1 for j in range(n)], "test")
     assert received.tolist() == [16 * j + i for j in range(n) for _ in range(j + i + 1)]
-    require_equal(groups, "00" * 32, "nothing")
+    require_equal(groups.data, "00" * 32, "nothing")
+    for source in range(n):
+        assert broadcast_bytes(groups.data, b"x" * i if i == source else None, source, "test") == b"x" * source
 
 
 def test_ranks_in_any_order() -> None:

@@ -1,0 +1,65 @@
+"""``HostGroup``: ranks that swap host data, with a deadline and a memory of who got how far."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from tdp_megatron.distributed.progress import Progress
+
+__all__ = ["HostGroup", "new_ordered_group"]
+
+
+def new_ordered_group(ranks: Sequence[int], **options: Any) -> dist.ProcessGroup:
+    """A process group whose i-th rank is ``ranks[i]``; only its members call this.
+
+    Args:
+        ranks: torch.distributed ranks in any order.
+        **options: of ``torch.distributed.new_group``.
+    """
+    if list(ranks) != sorted(ranks):
+        options["sort_ranks"] = False  # torch sorts by default, which would renumber the members
+    group = dist.new_group(list(ranks), use_local_synchronization=True, **options)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+class HostGroup:
+    """A gloo group of its own for the data runtime; its collectives run in step order from one thread.
+
+    Token bytes are host data whatever the default backend is, and a background thread's collectives must never mix
+    with the training loop's. All members make it with the same arguments, in the same order among their groups.
+
+    Args:
+        global_ranks: torch.distributed ranks in the group's order.
+        timeout_s: deadline of each collective, seconds.
+    """
+
+    def __init__(self, global_ranks: Sequence[int], timeout_s: float) -> None:
+        if not timeout_s > 0:
+            raise ValueError(f"timeout_s must be positive, got {timeout_s}")
+        self.global_ranks = tuple(global_ranks)
+        self.rank = self.global_ranks.index(dist.get_rank())
+        """This process's place in the group."""
+        self.timeout_s = timeout_s
+        self.group = new_ordered_group(self.global_ranks, timeout=timedelta(seconds=timeout_s), backend="gloo")
+        self.step = 0
+        """Step the group is in, for messages."""
+        self._progress = Progress(self.global_ranks, self.rank, self.group.group_name)
+
+    @property
+    def size(self) -> int:
+        """Ranks in the group."""
+        return len(self.global_ranks)
+
+    def begin_step(self, step: int) -> None:
+        """Note for the other ranks that this one has begun ``step``."""
+        self.step = step
+        self._progress.begin(step)
+
+    def explain_failure(self) -> str:
+        """Which ranks are missing, once a collective has failed; takes seconds."""
+        return self._progress.explain(self.step)
