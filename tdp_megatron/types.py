@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,7 @@ import numpy.typing as npt
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
+    from torch.nn.attention.flex_attention import BlockMask
 
     from tdp_megatron.schedule.plan import Plan
 
@@ -32,6 +33,7 @@ __all__ = [
 
 Int64Array: TypeAlias = npt.NDArray[np.int64]
 SampleRef: TypeAlias = tuple[int, int]
+Lengths: TypeAlias = Literal["padded", "real"]
 
 #: Label of a position that has no target; torch's cross entropy ignores it by default.
 IGNORE_LABEL = -100
@@ -357,8 +359,6 @@ class PackedBatch:
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> PackedBatch:
         """The same batch with its tensors on ``device``; the cu_seqlens identity rule is kept."""
-        import dataclasses
-
         import torch
 
         def move(value: Any) -> Any:
@@ -375,7 +375,43 @@ class PackedBatch:
         same = self.cu_seqlens_padded is self.cu_seqlens
         moved["cu_seqlens_padded"] = moved["cu_seqlens"] if same else move(self.cu_seqlens_padded)
         moved["extras"] = {key: move(value) for key, value in self.extras.items()}
-        return dataclasses.replace(self, **moved)
+        return replace(self, **moved)
+
+    def to_megatron(self, *, lengths: Lengths = "padded") -> Any:
+        """``PackedSeqParams``, see ``ops.views.megatron_params``."""
+        from tdp_megatron.ops.views import megatron_params  # when called: ops needs torch, and this module
+
+        return megatron_params(self, lengths=lengths)
+
+    def to_flash_attn(self) -> dict[str, Any]:
+        """Arguments of ``flash_attn_varlen_func``, see ``ops.views.flash_attn_args``."""
+        from tdp_megatron.ops.views import flash_attn_args
+
+        return flash_attn_args(self)
+
+    def to_varlen_attn(self) -> dict[str, Any]:
+        """Arguments of ``torch.nn.attention.varlen.varlen_attn``, see ``ops.views.varlen_attn_args``."""
+        from tdp_megatron.ops.views import varlen_attn_args
+
+        return varlen_attn_args(self)
+
+    def to_flex_attention(self, *, block_size: int = 128) -> BlockMask:
+        """FlexAttention's block mask, see ``ops.block_mask.flex_block_mask``."""
+        from tdp_megatron.ops.block_mask import flex_block_mask
+
+        return flex_block_mask(self, block_size=block_size)
+
+    def to_nested(self, values: torch.Tensor | None = None, *, lengths: Lengths = "padded") -> torch.Tensor:
+        """A jagged nested tensor over per-token values, see ``ops.views.nested``."""
+        from tdp_megatron.ops.views import nested
+
+        return nested(self, values, lengths=lengths)
+
+    def to_hf(self) -> dict[str, Any]:
+        """Arguments of a Hugging Face model's ``forward``, see ``ops.views.hf_args``."""
+        from tdp_megatron.ops.views import hf_args
+
+        return hf_args(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ PACKAGE = Path(tdp_megatron.__file__).parent
 ARROWS: dict[str, set[str]] = {
     "errors": set(),
     "stats": set(),
-    "types": set(),
+    "types": {"ops"},  # the views of PackedBatch, imported when called
     "samples": {"types"},
     "tokenization": {"errors"},
     "indexed": {"errors", "types"},
