@@ -4,10 +4,12 @@
 namespace tdp {
 void register_gather(pybind11::module_& m);
 void register_indices(pybind11::module_& m);
+void register_random(pybind11::module_& m);
 }  // namespace tdp
 
 PYBIND11_MODULE(_C, m, pybind11::mod_gil_not_used()) {
     m.doc() = "Native kernels: index build, blend, gather. NumPy arrays in and out, no copies, GIL released.";
     tdp::register_indices(m);
+    tdp::register_random(m);
     tdp::register_gather(m);
 }

@@ -9,8 +9,11 @@ template <typename Row>
 void build_sample_index(Unaligned<int32_t> lengths, int64_t num_lengths, const int32_t* document_index,
                         int64_t num_documents, int64_t sequence_length, int64_t extra_tokens, int64_t num_samples,
                         Row* rows) {
+    // The documents are in random order, so every length is a cache miss unless it is asked for early.
+    constexpr int64_t kAhead = 48;
     auto length_at = [&](int64_t place) -> int64_t {
         const int64_t document = document_index[place];
+        if (place + kAhead < num_documents) lengths.prefetch(document_index[place + kAhead]);
         if (document < 0 || document >= num_lengths)
             throw std::out_of_range("document_index[" + std::to_string(place) + "] is " + std::to_string(document) +
                                     ", the file has " + std::to_string(num_lengths) + " sequences");

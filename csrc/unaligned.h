@@ -17,6 +17,12 @@ public:
         return value;
     }
 
+    // A hint only: i may be any number.
+    void prefetch(int64_t i) const {
+        __builtin_prefetch(reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(bytes_) +
+                                                         static_cast<uintptr_t>(i) * sizeof(T)));
+    }
+
 private:
     const unsigned char* bytes_;
 };

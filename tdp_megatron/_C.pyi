@@ -1,7 +1,14 @@
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 import numpy.typing as npt
+
+class LegacyRandom:
+    @overload
+    def __init__(self, seed: int) -> None: ...
+    @overload
+    def __init__(self, key: npt.NDArray[np.uint32]) -> None: ...
+    def shuffle(self, values: npt.NDArray[Any]) -> None: ...
 
 def build_sample_index(
     lengths: npt.NDArray[np.int32],

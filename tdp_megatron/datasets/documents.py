@@ -8,6 +8,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
+from tdp_megatron import _C
 from tdp_megatron.indexed import IndexedDataset
 from tdp_megatron.types import Int64Array
 
@@ -124,5 +125,5 @@ def epoch_order(num_samples: int, seed: int, epoch: int, *, shuffle: bool) -> In
     order = np.arange(num_samples, dtype=np.int64)
     if shuffle:
         digest = hashlib.sha256(f"tdp_megatron:documents:{seed}:{epoch}".encode()).digest()
-        np.random.RandomState(np.frombuffer(digest, dtype="<u4").astype(np.uint32)).shuffle(order)
+        _C.LegacyRandom(np.frombuffer(digest, dtype="<u4").astype(np.uint32)).shuffle(order)
     return order

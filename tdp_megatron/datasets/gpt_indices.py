@@ -1,6 +1,7 @@
 """The three indices that define Megatron's GPT sample order, bit for bit.
 
-Source: Megatron-LM (Aug 2026) behaviour; the draws are NumPy's legacy ``RandomState``, which NumPy has frozen.
+Source: Megatron-LM (Aug 2026) behaviour; the draws are those of NumPy's legacy ``RandomState``, which NumPy has
+frozen and ``_C.LegacyRandom`` repeats.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ _INT32_MAX = np.iinfo(np.int32).max
 
 #: A last epoch that contributes less than this share of its samples is shuffled apart from the others.
 _SEPARATE_FINAL_EPOCH_SHARE = 0.80
+
+# Sequences handled at a time, so that temporaries stay small beside the indices.
+_CHUNK = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,32 +89,45 @@ def epoch_plan(
 
 
 def _shuffled_documents(
-    indices: npt.NDArray[np.int32], epochs: int, separate_final: bool, rng: np.random.RandomState
+    indices: npt.NDArray[np.int32] | range, epochs: int, separate_final: bool, rng: _C.LegacyRandom
 ) -> npt.NDArray[np.int32]:
-    parts = [epochs - 1, 1] if separate_final else [epochs]
-    document_index = np.tile(indices, epochs)
-    begin = 0
-    for part in parts:
-        end = begin + part * len(indices)
-        rng.shuffle(document_index[begin:end])
-        begin = end
+    count = len(indices)
+    document_index = np.empty(epochs * count, dtype=np.int32)
+    rows = document_index.reshape(epochs, count)
+    if isinstance(indices, range):
+        # In chunks: a whole np.arange would be a second array of this size.
+        for first in range(0, count, _CHUNK):
+            part = indices[first : first + _CHUNK]
+            rows[:, first : first + len(part)] = np.arange(part.start, part.stop, dtype=np.int32)
+    else:
+        rows[:] = indices
+    boundary = (epochs - 1) * count if separate_final else 0
+    for part_of_index in (document_index[:boundary], document_index[boundary:]):
+        rng.shuffle(part_of_index)
     return document_index
 
 
-def _shuffled_samples(total: int, boundary: int | None, rng: np.random.RandomState) -> npt.NDArray[Any]:
+def _shuffled_samples(total: int, boundary: int, rng: _C.LegacyRandom) -> npt.NDArray[Any]:
     dtype = np.int64 if total >= np.iinfo(np.uint32).max - 1 else np.uint32
     shuffle_index = np.arange(total, dtype=dtype)
-    if boundary is None:
-        rng.shuffle(shuffle_index)
-    else:
-        rng.shuffle(shuffle_index[:boundary])
-        rng.shuffle(shuffle_index[boundary:])
+    for part in (shuffle_index[:boundary], shuffle_index[boundary:]):
+        rng.shuffle(part)
     return shuffle_index
+
+
+def _total_and_longest(lengths: npt.NDArray[np.int32], indices: npt.NDArray[np.int32] | range) -> tuple[int, int]:
+    total = longest = 0
+    for first in range(0, len(indices), _CHUNK):
+        part = indices[first : first + _CHUNK]
+        chosen = lengths[part.start : part.stop] if isinstance(part, range) else lengths[part]
+        total += int(chosen.sum(dtype=np.int64))
+        longest = max(longest, int(chosen.max()))
+    return total, longest
 
 
 def build_gpt_indices(
     sequence_lengths: npt.NDArray[np.int32],
-    indices: npt.NDArray[np.int32],
+    indices: npt.NDArray[np.int32] | range,
     *,
     sequence_length: int,
     num_samples: int | None,
@@ -123,7 +140,7 @@ def build_gpt_indices(
 
     Args:
         sequence_lengths: int32 [N], tokens of every sequence of the file.
-        indices: int32 [M], the sequences of this split.
+        indices: int32 [M], the sequences of this split; a range (step 1) saves the array.
         sequence_length: tokens of one sample.
         num_samples: samples wanted, as many epochs as that takes; None for one epoch.
         random_seed: seed of the legacy generator, 0 <= seed < 2^32.
@@ -142,19 +159,20 @@ def build_gpt_indices(
     if num_samples is not None and num_samples < 1:
         raise ValueError(f"num_samples must be at least 1 or None, got {num_samples}")
     extra = int(add_extra_token_to_sequence)
-    split_lengths = np.asarray(sequence_lengths)[indices]
-    tokens = int(split_lengths.sum(dtype=np.int64))
+    if isinstance(indices, range) and indices.step != 1:
+        raise ValueError(f"indices must be an int32 array or a range of step 1, got {indices!r}")
+    tokens, longest = _total_and_longest(sequence_lengths, indices)
     if tokens == 0:
         raise ValueError(
             f"{name}: the split holds {len(indices)} sequences and no token; give it a larger share or more data"
         )
     plan = epoch_plan(tokens, sequence_length, num_samples, extra_token=extra, drop_last=drop_last_partial_sequence)
-    rng = np.random.RandomState(random_seed)
+    rng = _C.LegacyRandom(random_seed)
     document_index = _shuffled_documents(indices, plan.num_epochs, plan.separate_final_epoch, rng)
-    wide = max(len(document_index), int(split_lengths.max())) > _INT32_MAX
+    wide = max(len(document_index), longest) > _INT32_MAX
     sample_index = _C.build_sample_index(
         sequence_lengths, document_index, sequence_length, extra, plan.num_samples, wide
     )
-    boundary = plan.samples_before_final if plan.separate_final_epoch else None
+    boundary = plan.samples_before_final if plan.separate_final_epoch else 0
     shuffle_index = _shuffled_samples(plan.num_samples, boundary, rng)
     return GPTIndices(document_index, sample_index, shuffle_index, plan.num_epochs, tokens)

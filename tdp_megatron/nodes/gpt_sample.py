@@ -99,7 +99,7 @@ class GPTSample(SampleSource):
         begin, end = self.source.bounds
         indices = build_gpt_indices(
             dataset.sequence_lengths,
-            np.arange(begin, end, dtype=np.int32),
+            range(begin, end),
             sequence_length=self.sequence_length,
             num_samples=self.num_samples,
             random_seed=self.random_seed,
