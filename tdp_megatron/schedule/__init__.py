@@ -9,6 +9,7 @@ from tdp_megatron.schedule.plan import Plan, PlanOp
 from tdp_megatron.schedule.presets import PRESETS, cost_from_dimensions, fit_cost, preset
 from tdp_megatron.schedule.problem import Limits, Mode, Problem
 from tdp_megatron.schedule.simulate import Simulation, simulate
+from tdp_megatron.schedule.stream import StreamScheduler, StreamWave
 from tdp_megatron.schedule.validation import validate
 
 __all__ = [
@@ -20,6 +21,8 @@ __all__ = [
     "PlanOp",
     "Problem",
     "Simulation",
+    "StreamScheduler",
+    "StreamWave",
     "algorithms",
     "cost_from_dimensions",
     "fit_cost",

@@ -19,6 +19,7 @@ from tdp_megatron.schedule.lpt import best_fit, kk, lpt
 from tdp_megatron.schedule.plan import Plan
 from tdp_megatron.schedule.presets import preset
 from tdp_megatron.schedule.problem import Limits, Mode, Problem, check_fits, check_seqlens
+from tdp_megatron.schedule.stream import stream
 from tdp_megatron.schedule.waves import waves
 from tdp_megatron.types import ParallelLayout
 
@@ -115,6 +116,7 @@ for _name, _algorithm in (
     ("dp_balanced", dp_balanced),
     ("kk", kk),
     ("lpt", lpt),
+    ("stream", stream),
     ("waves", waves),
 ):
     register(_name, _algorithm)

@@ -22,7 +22,7 @@ from tdp_megatron.schedule import (
 from tdp_megatron.types import ParallelLayout
 
 STATIC = ("dp_balanced", "lpt", "kk", "best_fit")
-ALL = (*STATIC, "buddy", "waves", "default_dynamic_cp", "auto")
+ALL = (*STATIC, "buddy", "waves", "default_dynamic_cp", "stream", "auto")
 
 
 @pytest.mark.parametrize(
