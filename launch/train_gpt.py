@@ -72,7 +72,8 @@ class _Trainer:
         for kind, states in checkpoint.rng_states.items():
             if len(states) == self.runtime.world_size and kind in ("cpu", self.runtime.device.type):
                 setter = torch.set_rng_state if kind == "cpu" else torch.cuda.set_rng_state
-                setter(states[self.runtime.rank])
+                # torch reads the state of a view from the start of its storage.
+                setter(states[self.runtime.rank].clone())
 
     def run_step(self, step: Step, wait_s: float, began: float, stop: StopSignal) -> tuple[dict[str, Any], bool]:
         """Train on one global batch.

@@ -1,4 +1,4 @@
-"""The training script under a real torchrun: a rank is killed, a signal stops it, other numbers of ranks resume it."""
+"""The training script under a real torchrun: a rank is killed, a signal stops it, other layouts resume it."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def saved_step(output: Path) -> int:
     return int(json.loads(state.read_text())["step"])
 
 
-def test_killed_and_stopped_runs_resume_exactly_on_other_numbers_of_ranks(prefixes: list[str], tmp_path: Path) -> None:
+def test_killed_and_stopped_runs_resume_exactly_on_other_layouts(prefixes: list[str], tmp_path: Path) -> None:
     output, log = tmp_path / "run", tmp_path / "log"
 
     with torchrun(2, log, *training_words(prefixes, output, cp=2, steps=100_000)) as process:
@@ -110,7 +110,7 @@ def test_killed_and_stopped_runs_resume_exactly_on_other_numbers_of_ranks(prefix
     assert 8 <= first_save <= killed_at
     assert first_save % 4 == 0
 
-    with torchrun(1, log, *training_words(prefixes, output, cp=1, steps=100_000)) as process:
+    with torchrun(2, log, *training_words(prefixes, output, cp=1, steps=100_000)) as process:
         wait_for_steps(process, log, output, attempt=1, steps=3)
         process.send_signal(signal.SIGTERM)
         process.wait(TIMEOUT_S)
@@ -120,7 +120,7 @@ def test_killed_and_stopped_runs_resume_exactly_on_other_numbers_of_ranks(prefix
     assert f"stopped after {stopped_at} of 100000 steps: SIGTERM asked to stop" in said
     assert saved_step(output) == stopped_at
 
-    with torchrun(2, log, *training_words(prefixes, output, cp=1, steps=stopped_at + 20)) as process:
+    with torchrun(1, log, *training_words(prefixes, output, cp=1, steps=stopped_at + 20)) as process:
         assert process.wait(TIMEOUT_S) == 0, log.read_text()
     assert "training is complete" in log.read_text()
     assert saved_step(output) == stopped_at + 20
@@ -131,8 +131,8 @@ def test_killed_and_stopped_runs_resume_exactly_on_other_numbers_of_ranks(prefix
     assert summary["steps"] == stopped_at + 20
     assert [(run["dp"], run["cp"], run["first_step"] - 1) for run in summary["runs"]] == [
         (1, 2, 0),
-        (1, 1, first_save),
-        (2, 1, stopped_at),
+        (2, 1, first_save),
+        (1, 1, stopped_at),
     ]
 
 
