@@ -1,0 +1,41 @@
+"""The scheduler classes with Megatron's method names."""
+
+from __future__ import annotations
+
+import pytest
+
+from tdp_megatron.errors import ScheduleError
+from tdp_megatron.schedule.megatron import DefaultDynamicCPScheduler, DpBalancedScheduler
+
+
+def test_dp_balanced_returns_ids_by_microbatch_and_rank():
+    # Two CP ranks share each pack of at most 2 * 16 tokens; ids are the caller's.
+    scheduler = DpBalancedScheduler(16, cp_size=2, dp_size=2)
+    groups = scheduler.get_groups_and_subsamples([(70, 16), (71, 16), (80, 32), (81, 8), (82, 4)])
+    assert groups == [[[70, 71], [70, 71], [80], [80]], [[81], [81], [82], [82]]]
+
+
+def test_virtual_pipeline_groups():
+    scheduler = DpBalancedScheduler(16, cp_size=1, dp_size=2, microbatch_group_size_per_vp_stage=2)
+    groups = scheduler.get_groups_and_subsamples([(i, 4) for i in range(8)])
+    assert len(groups) == 2
+    assert sorted(i for microbatch in groups for ids in microbatch for i in ids) == list(range(8))
+
+
+def test_dynamic_cp_gives_a_long_sample_to_more_ranks():
+    scheduler = DefaultDynamicCPScheduler(16, cp_size=1, dp_size=4)
+    groups = scheduler.get_groups_and_subsamples([(5, 64), (6, 16), (7, 16)])
+    assert groups[0] == [[5]] * 4
+    assert sorted(i for ids in groups[1] for i in set(ids)) == [6, 6, 7, 7]
+
+
+def test_a_sample_above_the_cap_is_named():
+    with pytest.raises(ScheduleError, match="sequence 0 has 17 tokens, the limit is 16"):
+        DpBalancedScheduler(16, cp_size=1, dp_size=2).get_groups_and_subsamples([(9, 17)])
+
+
+def test_required_keys():
+    scheduler = DpBalancedScheduler(16, cp_size=1, dp_size=2)
+    sample = dict.fromkeys(scheduler.get_required_sample_keys())
+    assert scheduler.check_require_sample_keys([sample])
+    assert not scheduler.check_require_sample_keys([sample, {"tokens": None}])
