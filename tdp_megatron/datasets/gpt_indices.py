@@ -142,7 +142,7 @@ def build_gpt_indices(
         sequence_lengths: int32 [N], tokens of every sequence of the file.
         indices: int32 [M], the sequences of this split; a range (step 1) saves the array.
         sequence_length: tokens of one sample.
-        num_samples: samples wanted, as many epochs as that takes; None for one epoch.
+        num_samples: samples wanted, as many epochs as that takes, at least one; None for one epoch.
         random_seed: seed of the legacy generator, 0 <= seed < 2^32.
         add_extra_token_to_sequence: whether each sample reads one token more, for its last label.
         drop_last_partial_sequence: whether a last sample that is cut short is dropped.
@@ -156,8 +156,8 @@ def build_gpt_indices(
     """
     if sequence_length < 1:
         raise ValueError(f"sequence_length must be at least 1, got {sequence_length}")
-    if num_samples is not None and num_samples < 1:
-        raise ValueError(f"num_samples must be at least 1 or None, got {num_samples}")
+    if num_samples is not None and num_samples < 0:
+        raise ValueError(f"num_samples must not be negative, got {num_samples}")
     extra = int(add_extra_token_to_sequence)
     if isinstance(indices, range) and indices.step != 1:
         raise ValueError(f"indices must be an int32 array or a range of step 1, got {indices!r}")

@@ -9,12 +9,24 @@ import itertools
 import math
 import re
 from collections.abc import Sequence
+from enum import Enum
 from typing import TypeAlias
 
-__all__ = ["SPLIT_NAMES", "SplitMatrix", "parse_split", "split_bounds", "split_matrix"]
+import numpy as np
+
+__all__ = ["SPLIT_NAMES", "Split", "SplitMatrix", "bounds_of", "parse_split", "split_bounds", "split_matrix"]
+
+
+class Split(Enum):
+    """The splits, by their place in every list of three."""
+
+    train = 0
+    valid = 1
+    test = 2
+
 
 #: Names of the splits, in order.
-SPLIT_NAMES = ("train", "valid", "test")
+SPLIT_NAMES = tuple(split.name for split in Split)
 
 #: Per split the half-open share (begin, end) of the dataset, or None for an empty one.
 SplitMatrix: TypeAlias = tuple[tuple[float, float] | None, ...]
@@ -45,7 +57,8 @@ def parse_split(split: str) -> list[float]:
     if not 1 <= len(numbers) <= 3:
         raise ValueError(f'split {split!r} must have one to three numbers, such as "99,1,0"; it has {len(numbers)}')
     numbers += [0.0] * (3 - len(numbers))
-    total = sum(numbers)
+    # NumPy's sum: Python's compensates for rounding from 3.12 on, and the cache key has every digit.
+    total = float(np.sum(numbers))
     if not total > 0 or math.isinf(total):
         raise ValueError(f"split {split!r} sums to {total}; at least one share must be positive")
     return [number / total for number in numbers]
@@ -81,5 +94,10 @@ def split_bounds(split: str, name: str, num_sequences: int) -> tuple[int, int]:
     entry = split_matrix(parse_split(split))[SPLIT_NAMES.index(name)]
     if entry is None:
         return (0, 0)
+    return bounds_of(entry, num_sequences)
+
+
+def bounds_of(entry: tuple[float, float], num_sequences: int) -> tuple[int, int]:
+    """First and one-past-last sequence of one entry of a split matrix, rounded half to even."""
     begin, end = (round(bound * float(num_sequences)) for bound in entry)
     return begin, end

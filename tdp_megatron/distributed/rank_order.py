@@ -67,7 +67,7 @@ class _Meeting:
 
     def __init__(self, prefix: str, what: str, timeout_s: float) -> None:
         default = dist.distributed_c10d._get_default_store()
-        self._store: Any = dist.PrefixStore(prefix, default)
+        self._store: Any = dist.distributed_c10d.PrefixStore(prefix, default)
         self._what = what
         self._timeout_s = timeout_s
         self.rank = dist.get_rank()

@@ -1,0 +1,333 @@
+"""``GPTDataset``: fixed-length samples over document boundaries, Megatron's names, order, values and caches."""
+
+from __future__ import annotations
+
+import logging
+import os
+import zlib
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tdp_megatron import _C
+from tdp_megatron.datasets.cache import Arrays, CacheKey, Provenance, load_existing, load_or_build
+from tdp_megatron.datasets.config import GPTDatasetConfig
+from tdp_megatron.datasets.gpt_indices import build_gpt_indices, epoch_plan
+from tdp_megatron.datasets.gpt_sample import SampleRules, assemble, causal_mask
+from tdp_megatron.datasets.megatron_dataset import MegatronDataset, find_pad_token_id
+from tdp_megatron.datasets.splits import Split
+from tdp_megatron.errors import CacheError, FormatError
+from tdp_megatron.indexed import IndexedDataset, get_idx_path
+from tdp_megatron.types import Int64Array
+
+__all__ = ["GPTDataset"]
+
+logger = logging.getLogger(__name__)
+
+_INDEX_NAMES = ("document_index", "sample_index", "shuffle_index")
+
+PREPARE_COMMAND = (
+    "Write the caches once with `tdp prepare-cache` and the same data arguments, or unset fast_cache_load and "
+    "defer_npy_index_mmap"
+)
+
+
+class GPTDataset(MegatronDataset):
+    """Samples of ``sequence_length`` tokens, drawn from the sequences of one split in Megatron's order.
+
+    Args:
+        indexed_dataset: the sequences.
+        dataset_path: prefix, part of the cache key.
+        indexed_indices: int32 [m], the sequences of this split; None for all.
+        num_samples: samples wanted, over as many epochs as that takes; None for one epoch.
+        index_split: the split.
+        config: everything else.
+
+    Raises:
+        ValueError: the split has no token.
+        CacheError: the index cache cannot be written.
+    """
+
+    config: GPTDatasetConfig
+
+    def __init__(
+        self,
+        indexed_dataset: IndexedDataset,
+        dataset_path: str | None,
+        indexed_indices: npt.NDArray[np.int32] | None,
+        num_samples: int | None,
+        index_split: Split,
+        config: GPTDatasetConfig,
+    ) -> None:
+        super().__init__(indexed_dataset, dataset_path, indexed_indices, num_samples, index_split, config)
+        by_id = config.pad_masking == "megatron"
+        allowed = bool(config.allow_ambiguous_pad_tokens)
+        self._pad_token_id, ambiguous = find_pad_token_id(config.tokenizer, allowed)
+        if ambiguous and by_id:
+            logger.warning(
+                "%s: the tokenizer's pad id is also another special token; %s",
+                self.label,
+                "tokens with that id have no loss" if allowed else "no token of the data counts as padding",
+            )
+        # Megatron computes a mask once where it can, and by mistake keeps in it the padding of the first sample it
+        # reads: all later ones have no loss there either. Only who asks for its values gets that.
+        self._keeps_first_loss_mask = by_id and not (
+            config.reset_position_ids or config.reset_attention_mask or config.eod_mask_loss
+        )
+        self._first_loss_mask: npt.NDArray[np.float32] | None = None
+        self._indices: Arrays | None = None
+        if not (config.fast_cache_load or config.defer_npy_index_mmap):
+            self._indices = self._load_or_build()
+
+    # -- the low-level dataset ---------------------------------------------------------------------------------
+
+    @staticmethod
+    def numel_low_level_dataset(low_level_dataset: Any) -> int:
+        """Sequences: GPT splits cut between sequences, not documents."""
+        return len(low_level_dataset.sequence_lengths)
+
+    @staticmethod
+    def build_low_level_dataset(dataset_path: str, config: GPTDatasetConfig) -> Any:
+        """Open the ``.bin/.idx`` pair of a prefix."""
+        return IndexedDataset(
+            dataset_path,
+            multimodal=False,
+            mmap=config.mmap_bin_files,
+            fast_cache_load=config.fast_cache_load,
+            sequences_per_dataset=config.sequences_per_dataset,
+        )
+
+    # -- indices -----------------------------------------------------------------------------------------------
+
+    @property
+    def _drop_last(self) -> bool:
+        return self.index_split is not Split.valid or self.config.drop_last_partial_validation_sequence
+
+    @property
+    def _extra_token(self) -> int:
+        return int(self.config.add_extra_token_to_sequence)
+
+    def _split_indices(self) -> npt.NDArray[np.int32]:
+        if self.indices is not None:
+            return self.indices
+        return np.arange(len(self.dataset.sequence_lengths), dtype=np.int32)
+
+    def _build(self) -> Arrays:
+        config = self.config
+        built = build_gpt_indices(
+            self.dataset.sequence_lengths,
+            self._split_indices(),
+            sequence_length=config.sequence_length,
+            num_samples=self.num_samples,
+            random_seed=config.random_seed,
+            add_extra_token_to_sequence=config.add_extra_token_to_sequence,
+            drop_last_partial_sequence=self._drop_last,
+            name=f"{self.label}, split {config.split!r}",
+        )
+        logger.info("%s: %d samples from %d epochs", self.label, len(built), built.num_epochs)
+        return {name: getattr(built, name) for name in _INDEX_NAMES}
+
+    def _cache_key(self) -> CacheKey | None:
+        folder = self.config.path_to_cache
+        if folder is None and not self.config.mock:
+            folder = os.path.join(self.dataset.path_prefix, "cache", f"{type(self).__name__}_indices")
+        if not folder:
+            return None
+        base = f"{self.unique_description_hash}-{type(self).__name__}-{self.index_split.name}"
+        return CacheKey(folder, base, self.unique_description, _INDEX_NAMES)
+
+    def _provenance(self) -> Provenance:
+        def fingerprint() -> dict[str, Any]:
+            lengths = np.ascontiguousarray(self.dataset.sequence_lengths)
+            return {
+                "sequences": len(lengths),
+                "tokens": int(lengths.sum(dtype=np.int64)),
+                "lengths_crc32": zlib.crc32(lengths.view(np.uint8).data),
+            }
+
+        # The indices depend on the lengths alone, and those are in the .idx file.
+        try:
+            status = os.stat(get_idx_path(self.dataset.path_prefix))
+            stamp = {"idx_size": status.st_size, "idx_mtime_ns": status.st_mtime_ns}
+        except (AttributeError, OSError):  # mock data, object storage
+            stamp = None
+        settings = {
+            "add_extra_token_to_sequence": bool(self.config.add_extra_token_to_sequence),
+            "drop_last_partial_sequence": self._drop_last,
+        }
+        return Provenance(settings, stamp, fingerprint)
+
+    def _load_or_build(self) -> Arrays:
+        key = self._cache_key()
+        if key is None:
+            return self._build()
+        return load_or_build(key, self._provenance(), self._build, _shape_complaint, self._content_complaint)
+
+    def _content_complaint(self, arrays: Arrays) -> str | None:
+        """What is wrong with indices nobody vouches for: everything but the draws themselves is recomputed."""
+        document_index, sample_index, shuffle_index = (arrays[name] for name in _INDEX_NAMES)
+        indices = self._split_indices()
+        lengths = self.dataset.sequence_lengths
+        tokens = int(lengths[indices].sum(dtype=np.int64))
+        if not tokens:
+            return None  # building says it better
+        plan = epoch_plan(
+            tokens,
+            self.config.sequence_length,
+            self.num_samples,
+            extra_token=self._extra_token,
+            drop_last=self._drop_last,
+        )
+        if len(shuffle_index) != plan.num_samples:
+            return f"it has {len(shuffle_index)} samples, the data gives {plan.num_samples}"
+        if len(document_index) != plan.num_epochs * len(indices):
+            return f"it has {len(document_index)} documents, {plan.num_epochs} epochs of {len(indices)} are needed"
+        seen = np.zeros(int(indices.max()) + 1, dtype=np.int64)
+        if document_index.min() < 0 or document_index.max() >= len(seen):
+            return (
+                f"its documents are {document_index.min()}..{document_index.max()}, the split ends at {indices.max()}"
+            )
+        np.add.at(seen, document_index, 1)
+        if (seen[indices] != plan.num_epochs).any():
+            return "its documents are not those of the split"
+        expected = _C.build_sample_index(
+            lengths,
+            np.ascontiguousarray(document_index),
+            self.config.sequence_length,
+            self._extra_token,
+            plan.num_samples,
+            sample_index.dtype == np.int64,
+        )
+        if not np.array_equal(expected, sample_index):
+            row = int((expected != sample_index).any(axis=1).argmax())
+            return f"sample {row} begins at {sample_index[row].tolist()}, the data says {expected[row].tolist()}"
+        present = np.zeros(plan.num_samples, dtype=np.bool_)
+        if plan.num_samples and int(shuffle_index.max()) < plan.num_samples:
+            present[shuffle_index] = True
+        return None if present.all() else "its shuffle index is not a permutation"
+
+    @property
+    def _arrays(self) -> Arrays:
+        if self._indices is None:
+            if self.config.fast_cache_load or self.config.defer_npy_index_mmap:
+                key = self._cache_key()
+                if key is None:
+                    raise CacheError(f"{self.label}: a fast start needs path_to_cache")
+                self._indices = load_existing(key, self._provenance(), _shape_complaint, PREPARE_COMMAND)
+            else:
+                self._indices = self._load_or_build()
+        return self._indices
+
+    @property
+    def document_index(self) -> npt.NDArray[np.int32]:
+        """int32 [epochs * sequences], the shuffled sequence numbers."""
+        return self._arrays["document_index"]
+
+    @property
+    def sample_index(self) -> npt.NDArray[Any]:
+        """int32 or int64 [n + 1, 2], where each sample begins: (place in document_index, token offset)."""
+        return self._arrays["sample_index"]
+
+    @property
+    def shuffle_index(self) -> npt.NDArray[Any]:
+        """uint32 or int64 [n], the row of ``sample_index`` that each sample is."""
+        return self._arrays["shuffle_index"]
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Maps would pickle as whole arrays; a worker process opens them again from the cache.
+        state = self.__dict__.copy()
+        if self._cache_key() is not None:
+            state["_indices"] = None
+        state.pop("_shared_mask", None)
+        return state
+
+    # -- samples -----------------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return len(self.shuffle_index)
+
+    @cached_property
+    def _rules(self) -> SampleRules:
+        config = self.config
+        return SampleRules(
+            sequence_length=config.sequence_length,
+            eod=getattr(config.tokenizer, "eod", None),
+            pad=self._pad_token_id,
+            pad_by_id=config.pad_masking == "megatron",
+            extra_token=self._extra_token,
+            reset_position_ids=bool(config.reset_position_ids),
+            reset_attention_mask=bool(config.reset_attention_mask),
+            eod_mask_loss=bool(config.eod_mask_loss),
+            create_attention_mask=config.create_attention_mask,
+            inter_document_masking=config.inter_document_masking,
+        )
+
+    @cached_property
+    def _shared_mask(self) -> npt.NDArray[np.bool_] | None:
+        # One [S, S] mask for all samples, as in Megatron: at 8192 tokens each of its own would be 64 MiB.
+        if self.config.create_attention_mask and not self.config.reset_attention_mask:
+            return causal_mask(self.config.sequence_length)
+        return None
+
+    def __getitem__(self, idx: int | None) -> dict[str, torch.Tensor]:
+        """One sample as tensors; None gives sample 0 without loss, to fill batches up.
+
+        Raises:
+            IndexError: there is no such sample.
+        """
+        tokens, counts, _ = self._query(0 if idx is None else idx)
+        sample = assemble(tokens, counts, self._rules, self._shared_mask)
+        if self._keeps_first_loss_mask:
+            if self._first_loss_mask is None:
+                self._first_loss_mask = sample["loss_mask"].copy()
+            sample["loss_mask"] *= self._first_loss_mask
+        if idx is None:
+            sample["loss_mask"][:] = 0.0
+        return {name: torch.from_numpy(array) for name, array in sample.items()}
+
+    def _query(self, idx: int) -> tuple[Int64Array, Int64Array, npt.NDArray[np.int32]]:
+        """Tokens of a sample, how many come from each document, and the documents."""
+        count = len(self)
+        if not -count <= idx < count:
+            raise IndexError(f"{self.label}: no sample {idx}; there are {count}")
+        row = int(self.shuffle_index[idx])
+        (first, begin), (last, end) = self.sample_index[row].tolist(), self.sample_index[row + 1].tolist()
+        if not 0 <= first <= last < len(self.document_index):
+            raise CacheError(f"{self.label}: row {row} of the sample index points to documents {first}..{last}")
+        documents = np.asarray(self.document_index[first : last + 1])
+        return (*self._read(documents, begin, end + self._extra_token, row), documents)
+
+    def _read(self, documents: npt.NDArray[np.int32], begin: int, end: int, row: int) -> tuple[Int64Array, Int64Array]:
+        dataset = self.dataset
+        lengths = np.asarray(dataset.sequence_lengths[documents], dtype=np.int64)
+        stops = lengths.copy()
+        stops[-1] = end
+        starts = np.zeros_like(stops)
+        starts[0] = begin
+        counts = stops - starts
+        if begin < 0 or (counts < 0).any() or end > lengths[-1]:
+            raise CacheError(
+                f"{self.label}: row {row} of the sample index leaves its documents (tokens {begin} to {end}, "
+                f"lengths {lengths[[0, -1]].tolist()}); the index cache is not this data's: remove it"
+            )
+        offsets = np.asarray(dataset.sequence_pointers[documents]) + starts * dataset.dtype.itemsize
+        tokens = dataset.read_pieces(offsets, counts)
+        if tokens.dtype.kind not in "iu":
+            raise FormatError(f"{self.label}: dtype {tokens.dtype.name} holds no token ids, need an integer")
+        return tokens.astype(np.int64), counts
+
+
+def _shape_complaint(arrays: Arrays) -> str | None:
+    document_index, sample_index, shuffle_index = (arrays[name] for name in _INDEX_NAMES)
+    if document_index.dtype != np.int32 or document_index.ndim != 1:
+        return f"document_index is {document_index.dtype} {document_index.shape}, not int32 [documents]"
+    if sample_index.dtype not in (np.int32, np.int64) or sample_index.ndim != 2 or sample_index.shape[1] != 2:
+        return f"sample_index is {sample_index.dtype} {sample_index.shape}, not int32 or int64 [samples + 1, 2]"
+    if shuffle_index.dtype not in (np.uint32, np.int64) or shuffle_index.ndim != 1:
+        return f"shuffle_index is {shuffle_index.dtype} {shuffle_index.shape}, not uint32 or int64 [samples]"
+    if len(sample_index) != len(shuffle_index) + 1:
+        return f"sample_index has {len(sample_index)} rows for {len(shuffle_index)} samples"
+    return None
