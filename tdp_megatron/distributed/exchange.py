@@ -46,6 +46,10 @@ class GlobalSamples:
     """int64 [N], its place among that rank's samples."""
     value_bytes: Int64Array
     """int64 [N], encoded size of its per-sample values."""
+    facts: Int64Array
+    """int64 [N], what the ranks gave as ``facts``."""
+    ended: bool
+    """Whether the data ended, on all ranks, with these samples."""
 
     def __len__(self) -> int:
         return len(self.seqlens)
@@ -70,9 +74,10 @@ class Exchange:
         self,
         step: int,
         local: FlatSamples | None,
-        wanted: int,
+        missing: int,
         *,
         order: Int64Array | None = None,
+        facts: Int64Array | None = None,
         error: Exception | None = None,
         has_more: Callable[[], bool] = lambda: False,
     ) -> GlobalSamples:
@@ -81,13 +86,14 @@ class Exchange:
         Args:
             step: number of the global batch, for messages.
             local: this rank's samples; None when reading failed.
-            wanted: samples each rank should have.
+            missing: how many items this rank's data ended short of a full step; 0 while it goes on.
             order: int64 [n], sort keys that number the samples of all ranks; None goes round the ranks.
+            facts: int64 [n], one more number per sample that all ranks learn.
             error: why reading failed.
             has_more: called when some rank's data ended: whether this rank could read on.
 
         Returns:
-            The samples of all ranks; fewer than ``wanted`` per rank when the data ended on all of them.
+            The samples of all ranks. When the data ended on all of them together, ``ended`` is set.
 
         Raises:
             ExchangeError: a rank failed, its data ended before the others', or the ranks' keys differ.
@@ -101,14 +107,14 @@ class Exchange:
                 error = failure
         count = 0 if local is None or error is not None else len(local.block)
         what = f"step {step}: gathering lengths"
-        header = all_gather_rows(self.host, np.array([count, wanted, error is not None, digest], dtype=np.int64), what)
+        header = all_gather_rows(self.host, np.array([count, missing, error is not None, digest], dtype=np.int64), what)
         self._raise_first(step, header[:, 2], error)
         counts = header[:, 0]
-        if (counts < header[:, 1]).any():
-            self._check_end(step, counts, wanted, has_more)
+        if header[:, 1].any():
+            self._check_end(step, header[:, 1], has_more)
         self._agree_on_schema(step, header[:, 3], digest)
 
-        rows = np.zeros((max(int(counts.max()), 1), 6), dtype=np.int64)
+        rows = np.zeros((max(int(counts.max()), 1), 7), dtype=np.int64)
         if local is not None and count:
             block = local.block
             rows[:count, 0] = block.seqlens
@@ -116,6 +122,7 @@ class Exchange:
             rows[:count, 2:4] = block.refs
             rows[:count, 4] = [len(data) for data in self._encoded]
             rows[:count, 5] = np.arange(count) if order is None else order
+            rows[:count, 6] = 0 if facts is None else facts
         gathered = all_gather_rows(self.host, rows, what)
         place, owner = np.nonzero(np.arange(rows.shape[0])[:, None] < counts[None, :])
         by_number = np.argsort(gathered[owner, place, 5], kind="stable")
@@ -129,6 +136,8 @@ class Exchange:
             owner=owner.astype(np.int64),
             local_index=place.astype(np.int64),
             value_bytes=column(table[:, 4]),
+            facts=column(table[:, 6]),
+            ended=bool(header[:, 1].any()),
         )
 
     def run(
@@ -228,10 +237,10 @@ class Exchange:
         first = int(np.flatnonzero(failed)[0])
         raise ExchangeError(f"step {step}: rank {first} failed: {texts[first]}") from error
 
-    def _check_end(self, step: int, counts: Int64Array, wanted: int, has_more: Callable[[], bool]) -> None:
+    def _check_end(self, step: int, missing: Int64Array, has_more: Callable[[], bool]) -> None:
         error: Exception | None = None
         more = 0
-        if int(counts[self.host.rank]) == wanted:
+        if not missing[self.host.rank]:
             try:
                 more = int(has_more())
             except Exception as failure:
@@ -241,11 +250,12 @@ class Exchange:
         )
         self._raise_first(step, state[:, 1], error)
         going_on = np.flatnonzero(state[:, 0])
-        if len(going_on) or int(counts.max() - counts.min()) > 1:
-            first = int(np.argmin(counts))
-            others = going_on.tolist() if len(going_on) else np.flatnonzero(counts > counts[first] + 1).tolist()
+        # Dealing one order out in turn, ranks differ by one item where it ends.
+        if len(going_on) or int(missing.max() - missing.min()) > 1:
+            first = int(np.argmax(missing))
+            others = going_on.tolist() if len(going_on) else np.flatnonzero(missing < missing[first] - 1).tolist()
             raise ExchangeError(
-                f"step {step}: the data of rank {first} ended after {int(counts[first])} of {wanted} samples while "
+                f"step {step}: the data of rank {first} ended {int(missing[first])} samples short of the step while "
                 f"ranks {others} have more; give every rank the same number of samples"
             )
 

@@ -198,7 +198,7 @@ class Pack(Node[GlobalBatch]):
             samples = exchange.gather(
                 self._position,
                 local,
-                share,
+                0 if local is None else share - len(local.block),
                 error=error,
                 has_more=lambda: len(draw_block(self.source, 1, 0, 0)) > 0,
             )

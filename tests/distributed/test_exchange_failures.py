@@ -68,13 +68,13 @@ def test_all_ranks_end_together() -> None:
 def test_a_rank_whose_data_ends_early_is_named_on_all_ranks() -> None:
     results = run_ranks(lambda rank, world: outcome(Samples(3 if rank == 2 else 6)), 4)
     assert len(set(results)) == 1
-    assert "step 1: the data of rank 2 ended after 1 of 2 samples while ranks [0, 1, 3] have more" in results[0]
+    assert "step 1: the data of rank 2 ended 1 samples short of the step while ranks [0, 1, 3] have more" in results[0]
 
 
 def test_a_rank_without_any_data_is_named() -> None:
     results = run_ranks(lambda rank, world: outcome(Samples(0 if rank == 0 else 6)), 4)
     assert len(set(results)) == 1
-    assert "the data of rank 0 ended after 0 of 2 samples" in results[0]
+    assert "the data of rank 0 ended 2 samples short of the step" in results[0]
 
 
 def test_a_rank_whose_source_raises_is_named_on_all_ranks() -> None:

@@ -1,0 +1,69 @@
+"""One step's packs as bytes, for the ranks that do not read: plan, buffers and per-sample values."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from tdp_megatron.distributed.wire import decode_values, encode_values
+from tdp_megatron.ops import PackBuffers, allocate_pack, build_pack_table
+from tdp_megatron.schedule.plan import Plan
+from tdp_megatron.types import Int64Array, ParallelLayout
+
+__all__ = ["StepBundle"]
+
+_PLAN_ARRAYS = (
+    "seqlens",
+    "op_first_rank",
+    "op_cp_size",
+    "op_offsets",
+    "sample_ids",
+    "padded_lengths",
+    "op_group",
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepBundle:
+    """What one DP x CP rank of one pipeline stage knows of a step."""
+
+    plan: Plan
+    refs: Int64Array
+    """int64 [N, 2], (dp_rank that read the sample, its number there)."""
+    buffers: PackBuffers | None = None
+    """This rank's packs; None on a middle pipeline stage."""
+    values: Mapping[int, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
+
+    def to_bytes(self, *, with_tokens: bool) -> bytes:
+        """Encoded form; without tokens it is what a middle pipeline stage needs."""
+        plan = self.plan
+        out: dict[str, Any] = {f"plan/{name}": getattr(plan, name) for name in _PLAN_ARRAYS}
+        out["layout"] = json.dumps(dataclasses.asdict(plan.layout))
+        out["algorithm"] = plan.algorithm
+        out["refs"] = self.refs
+        if with_tokens and self.buffers is not None:
+            out.update({f"array/{key}": array for key, array in self.buffers.arrays.items()})
+            out.update({f"value/{i}": encode_values(values) for i, values in self.values.items()})
+        return encode_values(out)
+
+    @staticmethod
+    def from_bytes(data: bytes, rank: int) -> StepBundle:
+        """Inverse of ``to_bytes`` on DP x CP rank ``rank``."""
+        entries = decode_values(data)
+        layout = json.loads(entries["layout"])
+        layout["cp_sizes"] = tuple(layout["cp_sizes"])
+        arrays_of_plan = {name: entries[f"plan/{name}"] for name in _PLAN_ARRAYS}
+        plan = Plan(layout=ParallelLayout(**layout), algorithm=entries["algorithm"], **arrays_of_plan)
+        arrays = {k.removeprefix("array/"): v for k, v in entries.items() if k.startswith("array/")}
+        buffers: PackBuffers | None = None
+        if arrays:
+            # Masks follow from the plan; only what was read is sent.
+            empty = allocate_pack(build_pack_table(plan, rank), {})
+            buffers = PackBuffers(arrays, empty.padding_mask, empty.document_id)
+        values = {int(k.removeprefix("value/")): decode_values(v) for k, v in entries.items() if k.startswith("value/")}
+        refs: Int64Array = np.asarray(entries["refs"])
+        return StepBundle(plan, refs, buffers, values)

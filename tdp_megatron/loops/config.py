@@ -1,0 +1,51 @@
+"""What the adapters read from a training loop's configuration object."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["LoopConfig"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopConfig:
+    """The fields of a Megatron configuration that decide packing; any object with some of these names will do."""
+
+    max_seqlen_per_dp_cp_rank: int
+    """Most tokens, padding included, that one rank holds in one microbatch."""
+    sequence_packing_scheduler: str = "dp_balanced"
+    """Name of a scheduling algorithm."""
+    sequence_parallel: bool = False
+    """Whether TP ranks split the sequence, so that a pack's tokens must divide by the TP size."""
+    virtual_pipeline_model_parallel_size: int | None = None
+    """Model chunks per pipeline rank."""
+    microbatch_group_size_per_vp_stage: int | None = None
+    """With virtual pipelining, the number of microbatches must be a multiple of this."""
+    token_keys: tuple[str, ...] = ()
+    """User keys with one entry per token, packed like ``tokens``; other user keys go with their sample."""
+    scheduler_options: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of ``tdp_megatron.schedule.schedule``."""
+    data_timeout_s: float = 600.0
+    """Deadline of each collective of the data runtime, seconds."""
+    read_ahead: bool = True
+    """Whether the next step is read, planned and exchanged in a background thread."""
+
+    @staticmethod
+    def of(config: Any) -> LoopConfig:
+        """The fields of ``config`` that are set.
+
+        Raises:
+            ValueError: ``max_seqlen_per_dp_cp_rank`` is missing or not positive.
+        """
+        if isinstance(config, LoopConfig):
+            return config
+        limit = getattr(config, "max_seqlen_per_dp_cp_rank", None)
+        if limit is None or isinstance(limit, bool) or int(limit) < 1:
+            raise ValueError(f"config.max_seqlen_per_dp_cp_rank must be a positive number of tokens, got {limit!r}")
+        found: dict[str, Any] = {"max_seqlen_per_dp_cp_rank": int(limit)}
+        for name in LoopConfig.__dataclass_fields__:
+            value = getattr(config, name, None)
+            if value is not None:
+                found[name] = value
+        return LoopConfig(**found)

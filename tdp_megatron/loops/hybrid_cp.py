@@ -1,0 +1,163 @@
+"""``HybridCPDataLoaderWrapper``: whole sequences moved to the ranks that hybrid context parallelism runs them on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from tdp_megatron.distributed import Exchange, SpanRequest
+from tdp_megatron.loops.config import LoopConfig
+from tdp_megatron.loops.groups import LoopGroups
+from tdp_megatron.loops.session import LocalSamples, read_microbatches
+from tdp_megatron.schedule import schedule
+from tdp_megatron.schedule.plan import Plan
+from tdp_megatron.types import Int64Array, ParallelLayout
+
+__all__ = ["HybridCPDataLoaderWrapper"]
+
+
+class HybridCPDataLoaderWrapper:
+    """Gives each DP x CP rank its sequences of a global batch, and everybody the schedule.
+
+    Args:
+        data_iterator: yields lists of packed samples (with ``cu_seqlens``) or of plain ones; the same on the CP
+            ranks of a data-parallel rank. None on TP ranks other than 0, which get (None, None).
+        config: an object with ``max_seqlen_per_dp_cp_rank``.
+        pg_collection: process groups ``dp_cp``, ``dp``, ``tp``, ``cp``, a ``DeviceMesh``, or None.
+        algorithm: name of a scheduling algorithm that knows dynamic CP.
+    """
+
+    VERSION = 1
+
+    def __init__(
+        self,
+        data_iterator: Iterator[Any] | None,
+        config: Any,
+        pg_collection: Any = None,
+        *,
+        algorithm: str = "balanced_hybrid_cp",
+    ) -> None:
+        self.data_iterator = data_iterator
+        self.config = config
+        loop_config = LoopConfig.of(config)
+        self.groups = LoopGroups.of(
+            pg_collection,
+            max_seqlen_per_dp_cp_rank=loop_config.max_seqlen_per_dp_cp_rank,
+            sequence_parallel=loop_config.sequence_parallel,
+            timeout_s=loop_config.data_timeout_s,
+        )
+        self.algorithm = algorithm
+        ranks = self.groups.layout.num_ranks
+        self._layout = ParallelLayout(
+            dp=ranks,
+            cp=1,
+            max_seqlen_per_dp_cp_rank=loop_config.max_seqlen_per_dp_cp_rank,
+            cp_sizes=tuple(1 << i for i in range(ranks.bit_length()) if ranks % (1 << i) == 0),
+            tail_multiple=1,
+        )
+        self._exchange = Exchange(self.groups.dp_cp)
+        self._step = 0
+        self._failure: Exception | None = None
+
+    def __iter__(self) -> HybridCPDataLoaderWrapper:
+        return self
+
+    def __next__(self) -> tuple[dict[int, dict[str, Any]] | None, list[list[list[int]]] | None]:
+        """The next global batch.
+
+        Returns:
+            This rank's samples by their number in the global batch, and per group of the schedule the numbers that
+            each DP x CP rank runs. Numbers count the data-parallel ranks' samples one rank after the other.
+
+        Raises:
+            StopIteration: the data has ended, on all ranks.
+            ExchangeError: a rank failed, is late, or its data ended early.
+        """
+        if self.data_iterator is None:
+            return None, None
+        if self._failure is not None:
+            raise self._failure
+        try:
+            result = self._next(self.data_iterator)
+        except Exception as error:
+            self._failure = error
+            raise
+        self._step += 1
+        return result
+
+    def _next(self, source: Iterator[Any]) -> tuple[dict[int, dict[str, Any]], list[list[list[int]]]]:
+        error: Exception | None = None
+        local: LocalSamples | None = None
+        missing = 0
+        try:
+            items = []
+            try:
+                items = [next(source)]
+            except StopIteration:
+                missing = 1
+            local = read_microbatches(items, self.groups)
+        except Exception as failure:  # told to all ranks, then raised on all of them
+            error = failure
+        samples = self._exchange.gather(
+            self._step,
+            None if local is None else local.flat,
+            missing,
+            order=None if local is None else local.order,
+            error=error,
+            has_more=lambda: True,  # it has just given an item
+        )
+        if samples.ended or local is None:
+            raise StopIteration
+        plan = schedule(samples.seqlens, self._layout, algorithm=self.algorithm)
+        wanted = [_samples_of_rank(plan, r) for r in range(self._exchange.num_ranks)]
+        mine = wanted[self.groups.rank]
+        lengths = samples.seqlens[mine]
+        out = {
+            key: np.zeros((int(lengths.sum()), *shape), dtype=dtype)
+            for key, (dtype, shape) in self._exchange.token_keys.items()
+        }
+        requests = [SpanRequest.whole(ids, samples.seqlens[ids]) for ids in wanted]
+        values = self._exchange.transfer(self._step, requests, samples, local.flat, out)
+        tensors = {key: torch.from_numpy(array) for key, array in out.items()}
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
+        if device is not None:
+            tensors = {key: tensor.to(device, non_blocking=True) for key, tensor in tensors.items()}
+        begins = (np.cumsum(lengths) - lengths).tolist()
+        mapped: dict[int, dict[str, Any]] = {}
+        for i, begin, length in zip(mine.tolist(), begins, lengths.tolist(), strict=True):
+            mapped[i] = {key: tensor[begin : begin + length] for key, tensor in tensors.items()}
+            mapped[i].update(values[i])
+        return mapped, _groups_of(plan)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Steps given, and the data iterator's own state, if it has one."""
+        get_state = getattr(self.data_iterator, "state_dict", None)
+        return {"version": self.VERSION, "step": self._step, "data": None if get_state is None else get_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to a saved position; an iterator without ``load_state_dict`` must stand there already."""
+        self._step = int(state["step"])
+        self._failure = None
+        load = getattr(self.data_iterator, "load_state_dict", None)
+        if load is not None and state.get("data") is not None:
+            load(state["data"])
+
+
+def _samples_of_rank(plan: Plan, rank: int) -> Int64Array:
+    """Numbers of all samples a rank runs, rising."""
+    parts = [plan.sample_ids[plan.op_offsets[op] : plan.op_offsets[op + 1]] for op in plan.rank_ops(rank).tolist()]
+    return np.sort(np.concatenate(parts)) if parts else np.zeros(0, dtype=np.int64)
+
+
+def _groups_of(plan: Plan) -> list[list[list[int]]]:
+    """Per barrier group, per rank, the samples in order."""
+    groups: list[list[list[int]]] = [
+        [[] for _ in range(plan.layout.num_ranks)] for _ in range(int(plan.op_group.max(initial=-1)) + 1)
+    ]
+    for op, group in zip(plan.ops, plan.op_group.tolist(), strict=True):
+        for rank in op.ranks:
+            groups[group][rank].extend(op.sample_ids)
+    return groups

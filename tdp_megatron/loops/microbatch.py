@@ -1,0 +1,116 @@
+"""What a loop's data iterator yields, as a list of samples."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from tdp_megatron.types import Int64Array
+
+__all__ = ["lengths_of", "samples_of", "split_packed"]
+
+#: Keys that describe lengths and are not handed on.
+LENGTH_KEYS = ("original_seq_len", "padded_seq_len")
+_PACK_KEYS = ("cu_seqlens", "cu_seqlens_padded", "batch_idx", "max_seqlen")
+
+
+def samples_of(item: Any) -> list[dict[str, Any]]:
+    """The samples of one item of a data iterator.
+
+    Args:
+        item: one sample (a mapping with ``tokens`` [S]), a list of them, a batch of one row each (``tokens``
+            [B, S]), or a packed sample with ``cu_seqlens``.
+
+    Raises:
+        TypeError: it is something else.
+        ValueError: a mapping has no tokens, or rows of different number.
+    """
+    if isinstance(item, Mapping):
+        if "tokens" not in item:
+            raise ValueError(f"a microbatch needs the key 'tokens'; it has {sorted(map(str, item))}")
+        if "cu_seqlens" in item:
+            return split_packed(item)
+        tokens = torch.as_tensor(item["tokens"])
+        if tokens.ndim == 1:
+            return [dict(item)]
+        if tokens.ndim != 2:
+            raise ValueError(f"tokens must have one or two dimensions, got shape {tuple(tokens.shape)}")
+        rows: list[dict[str, Any]] = [{} for _ in range(len(tokens))]
+        for key, value in item.items():
+            if value is None:
+                continue
+            if len(value) != len(rows):
+                raise ValueError(f"key {key!r} has {len(value)} rows, tokens have {len(rows)}")
+            for row, part in zip(rows, value, strict=True):
+                row[key] = part
+        return rows
+    if isinstance(item, Sequence) and not isinstance(item, (str, bytes)):
+        return [sample for part in item for sample in samples_of(part)]
+    raise TypeError(f"a data iterator must yield mappings or lists of mappings, got {type(item).__name__}")
+
+
+def split_packed(item: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The sequences of a packed sample, empty ones left out.
+
+    Args:
+        item: ``cu_seqlens`` [n + 1], and per-token keys whose first dimension is ``cu_seqlens[-1]``; other keys go
+            with every sequence.
+    """
+    cu = torch.as_tensor(item["cu_seqlens"]).reshape(-1).tolist()
+    size = len(torch.as_tensor(item["tokens"]).reshape(-1))
+    if cu[:1] != [0] or cu[-1] > size or any(b < a for a, b in itertools.pairwise(cu)):
+        raise ValueError(f"cu_seqlens {cu} do not describe {size} tokens")
+    parts: list[dict[str, Any]] = []
+    for begin, end in itertools.pairwise(cu):
+        if end == begin:
+            continue
+        part: dict[str, Any] = {}
+        for key, value in item.items():
+            if key in _PACK_KEYS:
+                continue
+            flat = value.reshape(-1) if key == "tokens" else value
+            per_token = hasattr(flat, "shape") and len(flat.shape) > 0 and flat.shape[0] == size
+            part[key] = flat[begin:end] if per_token else value
+        parts.append(part)
+    return parts
+
+
+def lengths_of(samples: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], Int64Array]:
+    """Samples cut to their real length, and the length each one is to be padded to.
+
+    Megatron's datasets pad every sample in advance and say so in ``original_seq_len`` and ``padded_seq_len``. The pads
+    are not sent anywhere; the padded lengths decide the plan, so that packs come out as Megatron makes them.
+
+    Returns:
+        The samples without the length keys, and int64 [n] padded lengths (the real ones where none are given).
+
+    Raises:
+        ValueError: lengths that contradict the tokens.
+    """
+    cut: list[dict[str, Any]] = []
+    padded = np.zeros(len(samples), dtype=np.int64)
+    for i, sample in enumerate(samples):
+        size = len(sample["tokens"])
+        real = _scalar(sample.get("original_seq_len"), size)
+        padded[i] = _scalar(sample.get("padded_seq_len"), size if "original_seq_len" in sample else real)
+        if not 0 <= real <= min(size, int(padded[i])):
+            raise ValueError(
+                f"sample {i} has {size} tokens, original_seq_len {real} and padded_seq_len {int(padded[i])}"
+            )
+        row: dict[str, Any] = {}
+        for key, value in sample.items():
+            if key in LENGTH_KEYS:
+                continue
+            per_token = key in ("tokens", "labels", "loss_mask", "position_ids") and value is not None
+            if value is not None:
+                row[key] = value[:real] if per_token else value
+        cut.append(row)
+    return cut, padded
+
+
+def _scalar(value: Any, default: int) -> int:
+    return default if value is None else int(torch.as_tensor(value).reshape(-1)[0])

@@ -1,0 +1,380 @@
+"""One training loop's data iterator, turned step by step into packed microbatches on every rank."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from tdp_megatron.distributed import Exchange, HostGroup
+from tdp_megatron.distributed.collectives import all_gather_rows, broadcast_bytes, gather_texts
+from tdp_megatron.errors import ExchangeError, StateMismatchError
+from tdp_megatron.loops.bundle import StepBundle
+from tdp_megatron.loops.config import LoopConfig
+from tdp_megatron.loops.groups import LoopGroups
+from tdp_megatron.loops.microbatch import lengths_of, samples_of
+from tdp_megatron.ops import allocate_pack, build_pack_table, packed_batches
+from tdp_megatron.samples import FlatSamples, MappingReader, block_from_items, read_block
+from tdp_megatron.schedule import schedule
+from tdp_megatron.types import Int64Array, PackedBatch
+
+__all__ = ["LocalSamples", "LoopStep", "PackingSession", "read_microbatches"]
+
+_OK, _END, _FAILED = b"O", b"S", b"E"
+#: Samples are numbered by data-parallel rank first, as Megatron does.
+_RANK_STRIDE = 1 << 40
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LoopStep:
+    """One global batch on this rank."""
+
+    batches: tuple[PackedBatch, ...]
+    """Packed microbatches in execution order; without tokens on a middle pipeline stage."""
+    has_tokens: bool
+    """Whether this pipeline stage got tokens and labels."""
+    seqlen_sum: int
+    """Sum of real lengths over the global batch, tokens."""
+    seqlen_squared_sum: int
+    """Sum of their squares."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LocalSamples:
+    """What this rank contributes to a step: its CP share of what its data-parallel rank has read."""
+
+    flat: FlatSamples
+    order: Int64Array
+    """int64 [n], sort keys that number all samples by data-parallel rank."""
+    padded: Int64Array
+    """int64 [n], lengths to pad to, tokens."""
+
+
+def read_microbatches(items: list[Any], groups: LoopGroups, token_keys: tuple[str, ...] = ()) -> LocalSamples:
+    """Samples of some items of the data iterator; CP ranks, which read the same items, share them out.
+
+    Args:
+        items: what the iterator gave.
+        groups: this process's place.
+        token_keys: user keys that are per token.
+    """
+    samples = [sample for item in items for sample in samples_of(item)]
+    cut, padded = lengths_of(samples)
+    mine = np.arange(groups.cp_rank, len(cut), groups.layout.cp, dtype=np.int64)
+    block = block_from_items([cut[i] for i in mine.tolist()], groups.dp_rank, 0)
+    for reader in block.readers:
+        if isinstance(reader, MappingReader):
+            reader.declare_token_keys(token_keys)
+    block.refs[:, 1] = mine
+    return LocalSamples(read_block(block), groups.dp_rank * _RANK_STRIDE + mine, padded[mine])
+
+
+class PackingSession:
+    """Reads, plans and exchanges step after step, one ahead in the background.
+
+    Args:
+        data_iterator: this rank's data; None on ranks that receive theirs. CP ranks of one data-parallel rank, and
+            the first and the last pipeline stage, give the same items.
+        config: what to pack and how.
+        groups: this process's place.
+    """
+
+    VERSION = 1
+
+    def __init__(self, data_iterator: Iterator[Any] | None, config: LoopConfig, groups: LoopGroups) -> None:
+        if groups.reads and data_iterator is None:
+            raise ValueError(
+                f"TP rank {groups.tp_rank} of pipeline stage {groups.pp_rank} reads data; its data_iterator is None"
+            )
+        self.config = config
+        self.groups = groups
+        self._source = data_iterator if groups.reads else None
+        self._exchange = Exchange(groups.dp_cp) if groups.reads else None
+        self._step = 0
+        self._consumed = 0  # microbatches of the data iterator
+        self._pending: list[Any] = []  # items read ahead, until their step has been handed out
+        self._states: dict[int, Any] = {0: self._source_state()}  # the iterator's state after so many items
+        self._ahead: _Ahead | None = None
+        self._failure: Exception | None = None
+        self._limits: dict[str, Any] = {"equal_count": True}
+        if config.virtual_pipeline_model_parallel_size and config.microbatch_group_size_per_vp_stage:
+            self._limits["microbatches_multiple"] = config.microbatch_group_size_per_vp_stage
+        self._limits.update(config.scheduler_options)
+
+    def next_step(self, num_microbatches: int) -> LoopStep:
+        """The next global batch, of ``num_microbatches`` items of every data-parallel rank's iterator.
+
+        Raises:
+            StopIteration: the data has ended, on all ranks.
+            ExchangeError: a rank failed, is late or gone; every later call raises it again.
+        """
+        if isinstance(num_microbatches, bool) or not isinstance(num_microbatches, int) or num_microbatches < 1:
+            raise ValueError(f"num_microbatches must be a positive int, got {num_microbatches!r}")
+        if self._failure is not None:
+            raise self._failure
+        try:
+            step = self._take(num_microbatches)
+        except Exception as error:
+            self._failure = error
+            raise
+        self._step += 1
+        self._consumed += num_microbatches
+        del self._pending[:num_microbatches]
+        self._states = {n: s for n, s in self._states.items() if n >= self._consumed}
+        if self.config.read_ahead:
+            self._ahead = _Ahead(num_microbatches, lambda: self._produce(num_microbatches))
+        return step
+
+    def _take(self, num_microbatches: int) -> LoopStep:
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            step = ahead.result()
+            if ahead.num_microbatches == num_microbatches:
+                return step
+            # The batch size has changed, on all ranks alike: the items are kept, the plan is made again.
+        return self._produce(num_microbatches)
+
+    def _source_state(self) -> Any:
+        get_state = getattr(self._source, "state_dict", None)
+        return None if get_state is None else get_state()
+
+    def _fill(self, num_microbatches: int) -> None:
+        """Read until enough items are pending; raises StopIteration when the data ends."""
+        assert self._source is not None
+        while len(self._pending) < num_microbatches:
+            self._pending.append(next(self._source))
+            self._states[self._consumed + len(self._pending)] = self._source_state()
+
+    def _has_more(self, num_microbatches: int) -> bool:
+        try:
+            self._fill(num_microbatches + 1)
+        except StopIteration:
+            return False
+        return True
+
+    def _produce(self, num_microbatches: int) -> LoopStep:
+        groups = self.groups
+        for host in (groups.tp, groups.pp):
+            if host is not None:
+                host.begin_step(self._step)
+        bundle: StepBundle | None = None
+        failure: Exception | None = None
+        if groups.tp_rank == 0:
+            try:
+                if self._exchange is not None:
+                    bundle = self._exchanged(self._exchange, num_microbatches)
+                bundle = self._over_stages(bundle, None)
+            except (Exception, StopIteration) as error:
+                failure = error
+                if groups.pp is not None and not isinstance(error, _ToldStagesError):
+                    failure = self._tell_stages(error)
+        if groups.tp is not None:
+            bundle, failure = self._over_tensor_ranks(groups.tp, bundle, failure)
+        if failure is not None:
+            raise failure.cause if isinstance(failure, _ToldStagesError) else failure
+        assert bundle is not None
+        return self._finish(bundle)
+
+    def _exchanged(self, exchange: Exchange, num_microbatches: int) -> StepBundle:
+        step, config = self._step, self.config
+        error: Exception | None = None
+        local: LocalSamples | None = None
+        missing = 0
+        try:
+            try:
+                self._fill(num_microbatches)
+            except StopIteration:
+                missing = num_microbatches - len(self._pending)
+            local = read_microbatches(self._pending[:num_microbatches], self.groups, tuple(config.token_keys))
+        except Exception as failure:  # told to all ranks, then raised on all of them
+            error = failure
+        samples = exchange.gather(
+            step,
+            None if local is None else local.flat,
+            missing,
+            order=None if local is None else local.order,
+            facts=None if local is None else local.padded,
+            error=error,
+            has_more=lambda: self._has_more(num_microbatches),
+        )
+        if samples.ended or local is None:
+            raise StopIteration
+        plan = schedule(
+            samples.facts,
+            self.groups.layout,
+            mode="free",
+            algorithm=config.sequence_packing_scheduler,
+            **self._limits,
+        )
+        plan = dataclasses.replace(plan, seqlens=samples.seqlens)
+        _, buffers, values = exchange.run(step, plan, samples, local.flat)
+        return StepBundle(plan, samples.refs, buffers, values)
+
+    def _over_stages(self, bundle: StepBundle | None, error: Exception | None) -> StepBundle | None:
+        """Tell the pipeline stages how it went, and the middle ones what the plan is."""
+        pp = self.groups.pp
+        if pp is None:
+            return bundle
+        what = f"step {self._step}: telling the pipeline stages"
+        kind = 0 if error is None else (1 if isinstance(error, StopIteration) else 2)
+        kinds = all_gather_rows(pp, np.array([kind]), what)[:, 0]
+        if kinds.any():
+            raise _ToldStagesError(self._stage_failure(pp, kinds, error, what))
+        if pp.size > 2:
+            data = None
+            if pp.rank == 0:
+                assert bundle is not None
+                data = bundle.to_bytes(with_tokens=False)
+            received = broadcast_bytes(pp, data, 0, what)
+            if bundle is None:
+                bundle = StepBundle.from_bytes(received, self.groups.rank)
+        return bundle
+
+    def _stage_failure(self, pp: HostGroup, kinds: Int64Array, error: Exception | None, what: str) -> Exception:
+        texts = gather_texts(pp, "" if error is None else str(error), what)
+        if not (kinds == 2).any():
+            if (kinds[[0, -1]] == 1).all():
+                return StopIteration()
+            return ExchangeError(
+                f"step {self._step}: the data ended on one of the first and the last pipeline stage only; "
+                "both must read the same data"
+            )
+        if error is not None and not isinstance(error, StopIteration):
+            return error
+        stage = int(np.flatnonzero(kinds == 2)[0])
+        return ExchangeError(f"step {self._step}: pipeline stage {stage} failed: {texts[stage]}")
+
+    def _tell_stages(self, error: Exception) -> Exception:
+        try:
+            self._over_stages(None, error)
+        except _ToldStagesError as told:
+            return told
+        except ExchangeError:
+            pass  # the stages are out of reach; the first error says more
+        return error
+
+    def _over_tensor_ranks(
+        self, tp: HostGroup, bundle: StepBundle | None, failure: Exception | None
+    ) -> tuple[StepBundle | None, Exception | None]:
+        """TP rank 0 hands its bundle, or the reason why there is none, to the other TP ranks."""
+        what = f"step {self._step}: handing the packs to the tensor-parallel ranks"
+        if tp.rank == 0:
+            cause = failure.cause if isinstance(failure, _ToldStagesError) else failure
+            if cause is None:
+                assert bundle is not None
+                data = _OK + bundle.to_bytes(with_tokens=True)
+            elif isinstance(cause, StopIteration):
+                data = _END
+            else:
+                data = _FAILED + f"{type(cause).__name__}: {cause}".encode()
+            try:
+                broadcast_bytes(tp, data, 0, what)
+            except ExchangeError as error:
+                return bundle, failure or error
+            return bundle, failure
+        data = broadcast_bytes(tp, None, 0, what)
+        if data[:1] == _OK:
+            return StepBundle.from_bytes(data[1:], self.groups.rank), None
+        if data[:1] == _END:
+            return None, StopIteration()
+        return None, ExchangeError(data[1:].decode())
+
+    def _finish(self, bundle: StepBundle) -> LoopStep:
+        groups = self.groups
+        table = build_pack_table(bundle.plan, groups.rank)
+        seqlens = bundle.plan.seqlens.tolist()
+        return LoopStep(
+            batches=packed_batches(
+                bundle.plan,
+                table,
+                bundle.buffers or allocate_pack(table, {}),
+                bundle.refs,
+                values=bundle.values or None,
+                cp_group=groups.cp_group,
+            ),
+            has_tokens=bundle.buffers is not None,
+            seqlen_sum=sum(seqlens),
+            seqlen_squared_sum=sum(s * s for s in seqlens),
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Position after the last step handed out, and the data iterator's own state there, if it has one."""
+        self._settle()
+        return {
+            "version": self.VERSION,
+            "step": self._step,
+            "num_microbatches": self._consumed,
+            "data": self._states.get(self._consumed),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to a saved position.
+
+        A data iterator with ``load_state_dict`` is taken there; another must stand there already, as one made from
+        Megatron's ``consumed_samples`` does.
+        """
+        if state.get("version") != self.VERSION:
+            raise StateMismatchError(f"saved state has version {state.get('version')!r}, expected {self.VERSION}")
+        self._settle()
+        self._ahead = None
+        self._failure = None
+        self._pending.clear()
+        self._step, self._consumed = int(state["step"]), int(state["num_microbatches"])
+        load = getattr(self._source, "load_state_dict", None)
+        if load is not None and state.get("data") is not None:
+            load(state["data"])
+        self._states = {self._consumed: state.get("data")}
+
+    def _settle(self) -> None:
+        """Wait for the background thread: until then the iterator is in its hands."""
+        if self._ahead is not None:
+            self._ahead.wait()
+
+    def close(self) -> None:
+        """Wait for the step read ahead and drop it."""
+        self._settle()
+        self._ahead = None
+
+
+class _ToldStagesError(Exception):
+    """A failure that all pipeline stages know of already."""
+
+    def __init__(self, cause: Exception) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
+
+
+class _Ahead:
+    """A step in the making, in a thread of its own."""
+
+    def __init__(self, num_microbatches: int, make: Callable[[], LoopStep]) -> None:
+        self.num_microbatches = num_microbatches
+        self._step: LoopStep | None = None
+        self._error: BaseException | None = None
+        device = torch.cuda.current_device() if torch.cuda.is_available() else None
+
+        def run() -> None:
+            try:
+                if device is not None:
+                    torch.cuda.set_device(device)
+                self._step = make()
+            except BaseException as error:
+                self._error = error
+
+        # A daemon: Ctrl-C must end the process even while a read hangs.
+        self._thread = threading.Thread(target=run, name="tdp-read-ahead", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        self._thread.join()
+
+    def result(self) -> LoopStep:
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        assert self._step is not None
+        return self._step

@@ -1,0 +1,396 @@
+"""`wrap_data_iterator` and its partner over TP x PP x CP x DP, against a plain construction of the packs."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from tdp_megatron.errors import ExchangeError
+from tdp_megatron.loops import (
+    PackedIterator,
+    get_batch_on_this_rank_for_sequence_packing,
+    packing_session,
+    wrap_data_iterator,
+)
+from tdp_megatron.ops import cp_partition_indices
+from tdp_megatron.schedule import schedule
+from tdp_megatron.testing import run_ranks
+from tdp_megatron.types import ParallelLayout
+
+pytestmark = pytest.mark.distributed
+
+NUM_MICROBATCHES = 3
+LIMIT = 64
+
+
+class Grid:
+    """Ranks in Megatron's order: TP fastest, then CP, DP, PP."""
+
+    def __init__(self, world: int, tp: int, pp: int, cp: int) -> None:
+        self.tp, self.pp, self.cp, self.dp = tp, pp, cp, world // (tp * pp * cp)
+        self.ranks = np.arange(world).reshape(pp, self.dp, cp, tp)
+
+    def place(self, rank: int) -> tuple[int, int, int, int]:
+        pp, dp, cp, tp = np.argwhere(self.ranks == rank)[0].tolist()
+        return tp, pp, dp, cp
+
+    def collection(self, rank: int) -> SimpleNamespace:
+        groups: dict[str, Any] = {}
+        lists = {
+            "tp": self.ranks.reshape(-1, self.tp),
+            "pp": self.ranks.reshape(self.pp, -1).T,
+            "cp": self.ranks.transpose(0, 1, 3, 2).reshape(-1, self.cp),
+            "dp": self.ranks.transpose(0, 2, 3, 1).reshape(-1, self.dp),
+            "dp_cp": self.ranks.transpose(0, 3, 1, 2).reshape(-1, self.dp * self.cp),
+        }
+        for name, rows in lists.items():
+            for row in rows.tolist():
+                group = dist.new_group(row)
+                if rank in row:
+                    groups[name] = group
+        return SimpleNamespace(**groups)
+
+
+def sample(dp: int, number: int, pad_to: int) -> dict[str, Any]:
+    """A sample as Megatron's datasets make it: padded in advance, garbage at the pads."""
+    rng = np.random.default_rng(1000 * dp + number)
+    real = int(rng.integers(1, 40))
+    padded = -(-real // pad_to) * pad_to
+    return {
+        "tokens": torch.from_numpy(rng.integers(1, 2**40, padded)),
+        "labels": torch.from_numpy(rng.integers(1, 99, padded)),
+        "loss_mask": torch.from_numpy(rng.integers(0, 2, padded).astype(np.float32)),
+        "position_ids": torch.arange(padded),
+        "original_seq_len": torch.tensor([real]),
+        "padded_seq_len": torch.tensor([padded]),
+    }
+
+
+def items_of(dp: int, grid: Grid, steps: int) -> list[list[dict[str, Any]]]:
+    """Microbatches of one data-parallel rank; their number of samples varies."""
+    pad_to = 2 * grid.cp * grid.tp
+    numbers = itertools.count()
+    return [
+        [sample(dp, next(numbers), pad_to) for _ in range(1 + (dp + m) % 3)] for m in range(steps * NUM_MICROBATCHES)
+    ]
+
+
+def expected_step(grid: Grid, step: int, steps: int, dp: int, cp: int) -> list[dict[str, Any]]:
+    """The packs of one rank in plain Python."""
+    everything = [
+        s
+        for d in range(grid.dp)
+        for item in items_of(d, grid, steps)[step * NUM_MICROBATCHES : (step + 1) * NUM_MICROBATCHES]
+        for s in item
+    ]
+    layout = ParallelLayout(grid.dp, grid.cp, LIMIT, tail_multiple=1)
+    lengths = np.array([len(s["tokens"]) for s in everything])
+    plan = schedule(lengths, layout, algorithm="dp_balanced", equal_count=True)
+    packs = []
+    for op in plan.ops:
+        if op.first_rank != dp * grid.cp:
+            continue
+        whole: dict[str, list[Any]] = {k: [] for k in ("tokens", "labels", "loss_mask", "position_ids", "pads")}
+        cu = [0]
+        for i in op.sample_ids:
+            real = int(everything[i]["original_seq_len"])
+            pads = len(everything[i]["tokens"]) - real
+            for key in ("tokens", "labels", "loss_mask"):
+                whole[key] += everything[i][key][:real].tolist() + [0] * pads
+            whole["position_ids"] += [*range(real), *([0] * pads)]
+            whole["pads"] += [False] * real + [True] * pads
+            cu.append(cu[-1] + real + pads)
+        if not op.sample_ids:
+            cu.append(2 * grid.cp if grid.cp > 1 else 1)
+            for key in ("tokens", "labels", "loss_mask", "position_ids"):
+                whole[key] += [0] * cu[-1]
+            whole["pads"] += [True] * cu[-1]
+        indices = cp_partition_indices(torch.tensor(cu), grid.cp, cp)
+        packs.append({key: torch.tensor(values)[indices] for key, values in whole.items()} | {"cu": cu})
+    return packs
+
+
+CONFIG = SimpleNamespace(max_seqlen_per_dp_cp_rank=LIMIT, sequence_packing_scheduler="dp_balanced", data_timeout_s=20.0)
+SHAPES = [
+    (1, 1, 1),
+    (2, 1, 1),
+    (1, 2, 1),
+    (2, 2, 1),
+    (1, 1, 2),
+    (2, 1, 2),
+    (1, 2, 2),
+    (1, 4, 1),
+    (2, 2, 2),
+]
+
+
+def check_shape(world: int, shape: tuple[int, int, int], *, steps: int = 2, from_mesh: bool = False) -> None:
+    grid = Grid(world, *shape)
+
+    def body(rank: int, world: int) -> list[Any]:
+        tp, pp, dp, cp = grid.place(rank)
+        groups: Any = grid.collection(rank)
+        if from_mesh:
+            groups = DeviceMesh("cpu", torch.from_numpy(grid.ranks), mesh_dim_names=("pp", "dp", "cp", "tp"))
+        reads = tp == 0 and pp in (0, grid.pp - 1)
+        iterator = iter(items_of(dp, grid, steps)) if reads else None
+        seen: list[Any] = []
+        for step in range(steps):
+            packed, count, total, squares = wrap_data_iterator(iterator, CONFIG, NUM_MICROBATCHES, groups)
+            assert isinstance(packed, PackedIterator)
+            batches = [get_batch_on_this_rank_for_sequence_packing(packed) for _ in range(count)]
+            with pytest.raises(StopIteration):
+                next(packed)
+            for got, want in zip(batches, expected_step(grid, step, steps, dp, cp), strict=True):
+                tokens, labels, loss_mask, attention_mask, position_ids, params, padding_mask = got
+                assert attention_mask is None
+                assert torch.equal(padding_mask[0], want["pads"])
+                for value, key, there in (
+                    (tokens, "tokens", pp == 0),
+                    (position_ids, "position_ids", pp == 0),
+                    (labels, "labels", pp == grid.pp - 1),
+                    (loss_mask, "loss_mask", pp == grid.pp - 1),
+                ):
+                    assert (value is not None) == there, key
+                    if value is not None:
+                        assert value.shape == (1, len(want[key]))
+                        assert torch.equal(value[0], want[key].to(value.dtype)), key
+                assert params.qkv_format == "thd"
+                assert params.cu_seqlens_q_padded.tolist() == want["cu"]
+                assert params.cu_seqlens_q.dtype == torch.int32
+                assert params.max_seqlen_q == max(np.diff(want["cu"]).tolist())
+                assert (params.cp_group is None) == (grid.cp == 1)
+                if params.cp_group is not None:
+                    assert dist.get_rank(params.cp_group) == cp
+            seen.append((count, total, squares))
+        with pytest.raises(StopIteration):
+            wrap_data_iterator(iterator, CONFIG, NUM_MICROBATCHES, groups)
+        return seen
+
+    results = run_ranks(body, world, timeout_s=90)
+    assert all(r == results[0] for r in results)
+    real = [
+        int(s["original_seq_len"])
+        for d in range(grid.dp)
+        for item in items_of(d, grid, steps)[:NUM_MICROBATCHES]
+        for s in item
+    ]
+    assert results[0][0][1:] == (sum(real), sum(r * r for r in real))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"tp{s[0]}pp{s[1]}cp{s[2]}")
+def test_packs_on_eight_ranks(shape: tuple[int, int, int]) -> None:
+    check_shape(8, shape)
+
+
+@pytest.mark.parametrize("shape", [(2, 2, 2), (1, 4, 1)], ids=lambda s: f"tp{s[0]}pp{s[1]}cp{s[2]}")
+def test_packs_on_sixteen_ranks(shape: tuple[int, int, int]) -> None:
+    check_shape(16, shape, steps=1)
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 2), (2, 2, 2)], ids=lambda s: f"tp{s[0]}pp{s[1]}cp{s[2]}")
+def test_packs_from_a_device_mesh(shape: tuple[int, int, int]) -> None:
+    check_shape(8, shape, from_mesh=True)
+
+
+class Stateful:
+    """A data iterator that saves and restores, and can fail."""
+
+    def __init__(self, items: list[Any], fail_at: int = -1) -> None:
+        self.items, self.at, self.fail_at = items, 0, fail_at
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if self.at == self.fail_at:
+            raise OSError("disk gone")
+        if self.at >= len(self.items):
+            raise StopIteration
+        self.at += 1
+        return self.items[self.at - 1]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+def tokens_of(packed: Any) -> list[list[int]]:
+    return [batch.tokens.tolist() for batch in packed]
+
+
+def test_state_is_that_of_the_step_handed_out_not_of_the_one_read_ahead() -> None:
+    grid = Grid(2, 1, 1, 1)
+
+    def body(rank: int, world: int) -> None:
+        groups = grid.collection(rank)
+        items = items_of(rank, grid, 4)
+        whole = Stateful(items)
+        steps = [tokens_of(wrap_data_iterator(whole, CONFIG, NUM_MICROBATCHES, groups)[0]) for _ in range(4)]
+        first = Stateful(items)
+        for _ in range(2):
+            packed, *_ = wrap_data_iterator(first, CONFIG, NUM_MICROBATCHES, groups)
+        assert isinstance(packed, PackedIterator)
+        state = packed.state_dict()
+        assert state["data"] == {"at": 2 * NUM_MICROBATCHES}
+        packing_session(first, CONFIG, groups).close()
+        second = Stateful(items)
+        packing_session(second, CONFIG, groups).load_state_dict(state)
+        for step in (2, 3):
+            assert tokens_of(wrap_data_iterator(second, CONFIG, NUM_MICROBATCHES, groups)[0]) == steps[step]
+
+    run_ranks(body, 2)
+
+
+def test_a_change_of_the_batch_size_loses_nothing_that_was_read_ahead() -> None:
+    grid = Grid(2, 1, 1, 1)
+
+    def body(rank: int, world: int) -> list[list[int]]:
+        groups = grid.collection(rank)
+        iterator = iter(items_of(rank, grid, 4))
+        tokens = []
+        for n in (3, 1, 4, 2):
+            packed, *_ = wrap_data_iterator(iterator, CONFIG, n, groups)
+            tokens += [t for batch in packed for t in batch.tokens[~batch.padding_mask].tolist()]
+        return tokens
+
+    got = sorted(t for part in run_ranks(body, 2) for t in part)
+    wanted = [
+        t
+        for d in range(2)
+        for item in items_of(d, grid, 4)[:10]
+        for s in item
+        for t in s["tokens"][: int(s["original_seq_len"])].tolist()
+    ]
+    assert got == sorted(wanted)
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 1), (1, 2, 1), (2, 2, 1), (1, 4, 1)], ids=str)
+def test_a_failing_reader_is_named_on_every_rank(shape: tuple[int, int, int]) -> None:
+    """The first data-parallel rank of every stage cannot read its fifth item: all ranks end with that cause."""
+    grid = Grid(8, *shape)
+
+    def body(rank: int, world: int) -> str:
+        tp, pp, dp, _ = grid.place(rank)
+        groups = grid.collection(rank)
+        reads = tp == 0 and pp in (0, grid.pp - 1)
+        iterator = Stateful(items_of(dp, grid, 3), fail_at=4 if dp == 0 else -1) if reads else None
+        wrap_data_iterator(iterator, CONFIG, NUM_MICROBATCHES, groups)
+        messages = []
+        for _ in range(2):  # and again
+            try:
+                wrap_data_iterator(iterator, CONFIG, NUM_MICROBATCHES, groups)
+            except ExchangeError as error:
+                messages.append(str(error))
+        assert len(messages) == 2
+        return messages[0]
+
+    for message in run_ranks(body, 8, timeout_s=60):
+        assert "step 1: rank 0 failed: OSError: disk gone" in message
+
+
+def test_data_that_ends_early_on_one_rank_is_named() -> None:
+    grid = Grid(4, 1, 2, 1)
+
+    def body(rank: int, world: int) -> str:
+        _, _, dp, _ = grid.place(rank)
+        groups = grid.collection(rank)
+        items = items_of(dp, grid, 2)
+        iterator = iter(items[:4] if dp == 1 else items)
+        wrap_data_iterator(iterator, CONFIG, NUM_MICROBATCHES, groups)
+        with pytest.raises(ExchangeError) as caught:
+            wrap_data_iterator(iterator, CONFIG, NUM_MICROBATCHES, groups)
+        return str(caught.value)
+
+    for message in run_ranks(body, 4, timeout_s=60):
+        assert "the data of rank 1 ended 2 samples short" in message
+
+
+def test_virtual_pipeline_stages_and_user_keys() -> None:
+    grid = Grid(4, 1, 2, 1)
+    config = SimpleNamespace(
+        max_seqlen_per_dp_cp_rank=LIMIT,
+        virtual_pipeline_model_parallel_size=2,
+        microbatch_group_size_per_vp_stage=2,
+        token_keys=("advantage",),
+    )
+
+    def body(rank: int, world: int) -> None:
+        _, pp, dp, _ = grid.place(rank)
+        groups = grid.collection(rank)
+        items = items_of(dp, grid, 1)
+        for item in items:
+            for s in item:
+                n = int(s["original_seq_len"])
+                s["advantage"] = torch.arange(n) + 2**30  # above what float32 holds exactly
+                s["prompt"] = f"{n}"
+        chunks, count, *_ = wrap_data_iterator([iter(items), None], config, NUM_MICROBATCHES, groups)
+        assert isinstance(chunks, list)
+        assert len(chunks) == 2
+        assert count % 2 == 0
+        for stage, chunk in enumerate(chunks):
+            assert len(chunk) == count
+            for batch in chunk.step.batches:
+                real = batch.cu_seqlens.diff().tolist()
+                assert [int(p) for p in batch.extras.get("prompt", ())] == real[: len(batch.sample_ids)]
+                if not batch.is_dummy:
+                    ids = batch.position_ids[~batch.padding_mask]
+                    assert torch.equal(batch.extras["advantage"][~batch.padding_mask] - 2**30, ids)
+            tokens, labels, *_ = get_batch_on_this_rank_for_sequence_packing(chunk, 2, False, stage)
+            assert (tokens is not None) == (pp == 0 and stage == 0)
+            assert (labels is not None) == (pp == 1 and stage == 1)
+        with pytest.raises(ValueError, match="vp_stage"):
+            get_batch_on_this_rank_for_sequence_packing(chunks[0], 2)
+
+    run_ranks(body, 4)
+
+
+def test_multi_token_prediction_needs_tokens_on_the_last_stage() -> None:
+    grid = Grid(2, 1, 2, 1)
+
+    def body(rank: int, world: int) -> None:
+        iterator = iter(items_of(0, grid, 1))
+        packed, *_ = wrap_data_iterator(iterator, CONFIG, NUM_MICROBATCHES, grid.collection(rank))
+        tokens, *_ = get_batch_on_this_rank_for_sequence_packing(packed, mtp_on_this_rank=True)
+        assert tokens is not None
+
+    run_ranks(body, 2)
+
+
+def test_without_groups_all_ranks_are_data_parallel() -> None:
+    grid = Grid(2, 1, 1, 1)
+
+    def body(rank: int, world: int) -> list[int]:
+        items = [s for item in items_of(rank, grid, 1) for s in item]
+        rows = [{"tokens": torch.arange(5).repeat(2, 1) + 100 * rank}]  # a batch of two rows
+        packed, *_ = wrap_data_iterator(iter([items, rows]), CONFIG, 2)
+        return [t for batch in packed for t in batch.tokens[~batch.padding_mask].tolist()]
+
+    tokens = [t for part in run_ranks(body, 2) for t in part]
+    assert all(tokens.count(100 * r + i) >= 2 for r in range(2) for i in range(5))
+
+
+@pytest.mark.parametrize(
+    ("config", "number", "message"),
+    [
+        (SimpleNamespace(), 1, "max_seqlen_per_dp_cp_rank must be"),
+        (SimpleNamespace(max_seqlen_per_dp_cp_rank=0), 1, "must be a positive number"),
+        (SimpleNamespace(max_seqlen_per_dp_cp_rank=8), 0, "num_microbatches must be"),
+    ],
+)
+def test_bad_arguments(config: Any, number: int, message: str) -> None:
+    def body(rank: int, world: int) -> None:
+        with pytest.raises(ValueError, match=message):
+            wrap_data_iterator(iter([]), config, number)
+
+    run_ranks(body, 1)
