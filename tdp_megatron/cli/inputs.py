@@ -172,7 +172,23 @@ def read_text_file(path: str) -> tuple[bytes, int]:
 
 
 def _blocks(path: str, size: int) -> Iterator[tuple[bytes, int]]:
-    """Decompressed blocks, never empty, and how much of the file on disk has been read."""
+    """Decompressed blocks, never empty, and how much of the file on disk has been read.
+
+    The first one is long enough for a byte order mark, where the file is.
+    """
+    start = b""
+    disk = 0
+    blocks = _raw_blocks(path, size)
+    for block, disk in blocks:
+        start += block
+        if len(start) >= len(UTF8_BOM):
+            break
+    if start:
+        yield start, disk
+    yield from blocks
+
+
+def _raw_blocks(path: str, size: int) -> Iterator[tuple[bytes, int]]:
     with open(path, "rb") as file:
         suffix = os.path.splitext(path.lower())[1]
         if suffix == ".gz":
