@@ -95,7 +95,8 @@ class OrderedPool(Generic[T, R]):
             assert isinstance(ready, Connection)
             try:
                 done[busy[ready]] = ready.recv()
-            except (EOFError, ConnectionError) as error:
+            # A plain OSError is the end in the middle of a result.
+            except (EOFError, OSError) as error:
                 raise self._death(ready) from error
             del busy[ready]
             idle.append(ready)
@@ -104,7 +105,7 @@ class OrderedPool(Generic[T, R]):
         # Only to an idle worker: it is reading, so neither side can wait for the other.
         try:
             connection.send(item)
-        except ConnectionError as error:
+        except OSError as error:
             raise self._death(connection) from error
 
     def _death(self, connection: Connection[Any, Any]) -> TdpError:
@@ -139,7 +140,7 @@ def _work(connection: Connection[Any, Any], function: Callable[[Any], Any]) -> N
     # Ctrl-C reaches every process of the terminal; only the parent answers it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # The connection ends when the parent closes it or dies.
-    with contextlib.suppress(EOFError, ConnectionError):
+    with contextlib.suppress(EOFError, OSError):
         while True:
             item = connection.recv()
             try:
