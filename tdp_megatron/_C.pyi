@@ -21,6 +21,7 @@ def build_sample_index(
 def blend_continue(
     weights: npt.NDArray[np.float64], counts: npt.NDArray[np.int64], position: int, n: int
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]: ...
+def blend_exhaustive(sizes: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]: ...
 def sample_pieces(
     lengths: npt.NDArray[np.int32],
     pointers: npt.NDArray[np.int64],
