@@ -176,16 +176,17 @@ def _blocks(path: str, size: int) -> Iterator[tuple[bytes, int]]:
 
     The first one is long enough for a byte order mark, where the file is.
     """
-    start = b""
-    disk = 0
-    blocks = _raw_blocks(path, size)
-    for block, disk in blocks:
-        start += block
-        if len(start) >= len(UTF8_BOM):
-            break
-    if start:
-        yield start, disk
-    yield from blocks
+    start: tuple[bytes, int] | None = (b"", 0)
+    for block, disk in _raw_blocks(path, size):
+        if start is None:
+            yield block, disk
+            continue
+        start = (start[0] + block, disk)
+        if len(start[0]) >= len(UTF8_BOM):
+            yield start
+            start = None
+    if start is not None and start[0]:
+        yield start
 
 
 def _raw_blocks(path: str, size: int) -> Iterator[tuple[bytes, int]]:

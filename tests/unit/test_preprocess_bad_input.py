@@ -110,7 +110,11 @@ def test_a_line_bad_in_one_key_is_bad_in_all(tmp_path: Path) -> None:
         ("a.jsonl.gz", b"", "no documents"),
         ("a.jsonl.gz", GOOD, "damaged gzip data after 0 decompressed bytes"),
         ("a.jsonl.gz", gzip.compress(GOOD * 999, mtime=0)[:-9], "the gzip file is cut after"),
-        ("a.jsonl.gz", gzip.compress(GOOD, mtime=0) + b"junk", "damaged gzip data after 0 decompressed bytes: Not a gzipped"),
+        (
+            "a.jsonl.gz",
+            gzip.compress(GOOD, mtime=0) + b"junk",
+            "damaged gzip data after 0 decompressed bytes: Not a gzipped",
+        ),
         ("a.jsonl.zst", b"", "no documents"),
         ("a.jsonl.zst", GOOD, "damaged zstd data after 0 decompressed bytes"),
         ("a.jsonl.zst", zstandard.compress(GOOD * 999)[:-1], "the zstd file is cut after"),

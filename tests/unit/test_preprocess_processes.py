@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -12,6 +13,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+from tdp_megatron.cli.workers import OrderedPool
+from tdp_megatron.errors import TdpError
 
 LINE = b'{"text": "' + b"x" * 1000 + b'"}\n'
 DEADLINE_SECONDS = 60
@@ -108,6 +112,63 @@ def test_workers_do_not_outlive_a_killed_parent(run: Run) -> None:
     command = [sys.executable, "-m", "tdp_megatron.cli.main", "preprocess", "--input", str(source)]
     subprocess.run([*command, "--output-prefix", str(run.out / "x"), "--quiet"], check=True, timeout=DEADLINE_SECONDS)
     assert sorted(os.listdir(run.out)) == ["x_text_document.bin", "x_text_document.idx"]
+
+
+# The pool's function in these tests is eval, so that the workers need not import this file.
+DIE_INSIDE_A_RESULT = (
+    "[__import__('threading').Timer(0.3, __import__('os').kill, (__import__('os').getpid(), 9)).start(), 'x' * 10**7]"
+)
+
+
+def test_worker_killed_inside_a_result() -> None:
+    before = set(multiprocessing.active_children())
+
+    def items() -> Iterator[str]:
+        yield DIE_INSIDE_A_RESULT
+        # Nobody reads meanwhile, and no pipe holds that much: the worker dies while it sends.
+        while len(set(multiprocessing.active_children()) - before) == 2:
+            time.sleep(0.02)
+        yield "1"
+
+    with OrderedPool(eval, 2) as pool, pytest.raises(TdpError, match=r"a worker process died \(exit code -9\)"):
+        list(pool.map(items()))
+    assert set(multiprocessing.active_children()) == before
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_results_in_order_and_the_first_error(workers: int) -> None:
+    with OrderedPool(eval, workers) as pool:
+        slow_first = ["__import__('time').sleep(0.3) or 0"] + [str(i) for i in range(1, 40)]
+        assert list(pool.map(slow_first)) == list(range(40))
+    seen = []
+
+    def consume() -> None:
+        with OrderedPool(eval, workers) as pool:
+            for value in pool.map(["1", "__import__('time').sleep(0.2) or int('first')", "int('second')", "4"]):
+                seen.append(value)  # noqa: PERF402
+
+    with pytest.raises(ValueError, match="first"):
+        consume()
+    assert seen == [1]
+
+
+def test_items_are_not_read_far_ahead() -> None:
+    drawn = []
+
+    def items() -> Iterator[str]:
+        for i in range(100):
+            drawn.append(i)
+            yield str(i)
+
+    with OrderedPool(eval, 2) as pool:
+        results = pool.map(items())
+        assert next(results) == 0
+        assert len(drawn) <= 10
+
+
+def test_no_workers() -> None:
+    with pytest.raises(ValueError, match="workers must be at least 1, got 0"):
+        OrderedPool(eval, 0)
 
 
 def test_end_of_input_after_a_pause(run: Run) -> None:
