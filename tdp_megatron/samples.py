@@ -138,7 +138,7 @@ def block_from_items(items: Sequence[Any], dataset_id: int, first_number: int) -
 
     Args:
         items: samples in order.
-        dataset_id: provenance of items that do not carry their own.
+        dataset_id: provenance of plain mappings, and what is added to the dataset ids of ``Sample``s.
         first_number: sample number of the first such item.
 
     Raises:
@@ -150,7 +150,8 @@ def block_from_items(items: Sequence[Any], dataset_id: int, first_number: int) -
     rows: list[tuple[int, int, int, int, int, int]] = []
     for i, item in enumerate(items):
         if isinstance(item, Sample):
-            reader, sample_id, ref = item.reader, item.sample_id, item.ref
+            reader, sample_id = item.reader, item.sample_id
+            ref = (dataset_id + item.ref[0], item.ref[1])
             seqlen, loss = item.seqlen, item.num_loss_tokens
         elif isinstance(item, Mapping):
             reader = MappingReader(item, f"sample {first_number + i} of source {dataset_id}")
