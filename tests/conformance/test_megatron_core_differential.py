@@ -146,8 +146,14 @@ def test_gpt_datasets(
         return
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        expected = megatron.GPTDataset(*arguments, megatron.Split[split.name], theirs)
+        try:
+            expected = megatron.GPTDataset(*arguments, megatron.Split[split.name], theirs)
+        except AssertionError:
+            expected = None
     found = GPTDataset(*arguments, split, ours)
+    if expected is None:
+        assert_padded_at_an_empty_document(found)
+        return
     assert found.unique_description == expected.unique_description
     assert found.unique_description_hash == expected.unique_description_hash
     assert found._pad_token_id == expected._pad_token_id
@@ -162,6 +168,23 @@ def test_gpt_datasets(
             for field, value in their_sample.items():
                 assert ours_sample[field].dtype == value.dtype, field
                 assert torch.equal(ours_sample[field], value), (idx, field)
+
+
+def assert_padded_at_an_empty_document(found: GPTDataset) -> None:
+    """megatron-core refuses a partial last sample where the last document is empty; here it is padded like others."""
+    config = found.config
+    assert found.index_split is Split.valid
+    assert not config.drop_last_partial_validation_sequence
+    assert config.add_extra_token_to_sequence
+    low_level = found.dataset
+    assert low_level.sequence_lengths[found.document_index[-1]] == 0
+    stream = np.concatenate([low_level.get(int(document)) for document in found.document_index])
+    size = config.sequence_length
+    assert len(found) == -(-(len(stream) - 1) // size)
+    for idx in range(len(found)):
+        row = int(found.shuffle_index[idx])
+        text, _, _ = found._query(idx)
+        np.testing.assert_array_equal(text, stream[row * size : row * size + size + 1])
 
 
 class WithoutPad:
