@@ -201,8 +201,8 @@ def test_under_megatrons_names_the_size_is_megatrons() -> None:
 def test_sizes_and_weights_that_do_not_go_together() -> None:
     with pytest.raises(ValueError, match="blend of the valid split has weights, so its size must be a number"):
         build([10, None, 1])
+    per_split = [(["a"], None), (["a", "b"], [0.5, 0.5]), None]
     with pytest.raises(ValueError, match="several validation sets take no weights"):
-        per_split = [(["a"], None), (["a", "b"], [0.5, 0.5]), None]
         build([10, None, 1], **PER_SPLIT, blend_per_split=per_split, multiple_validation_sets=True)
     with pytest.raises(ValueError, match="sizes must have 3 entries"):
         build([10, 1])
@@ -283,9 +283,10 @@ def test_a_tokenizer_without_identifiers(tmp_path: Path) -> None:
     class Plain:
         eod = 0
 
+    low_level = IndexedDataset(tmp_path / "a")
+    config = config_of(tokenizer=Plain())
     with pytest.raises(TypeError, match="Plain has no unique_identifiers"):
-        low_level = IndexedDataset(tmp_path / "a")
-        GPTDataset(low_level, "a", np.arange(1, dtype=np.int32), 1, Split.train, config_of(tokenizer=Plain()))
+        GPTDataset(low_level, "a", np.arange(1, dtype=np.int32), 1, Split.train, config)
 
 
 def test_float_data_has_no_tokens(tmp_path: Path) -> None:
