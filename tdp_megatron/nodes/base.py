@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from torchdata.nodes import BaseNode
@@ -43,6 +44,11 @@ class Node(BaseNode[T]):
         """Items handed out (and passed over) since the beginning of the data."""
         return self._position
 
+    @property
+    def is_open(self) -> bool:
+        """Whether it has been reset once, so that its files are open."""
+        return self._is_open
+
     def fingerprint(self) -> dict[str, Any]:
         """What a saved state must agree with: JSON values that decide the order of the data, and nothing per rank."""
         raise NotImplementedError
@@ -64,22 +70,24 @@ class Node(BaseNode[T]):
     def reset(self, initial_state: dict[str, Any] | None = None) -> None:
         super().reset(initial_state)
         self._failure = None
-        try:
+        with self._latched():
             if not self._is_open:
                 self._open()
                 self._is_open = True
             position = 0 if initial_state is None else self._check(initial_state)
             self._restart(position, initial_state)
             self._position = position
-        except Exception as error:
-            self._failure = error
-            raise
 
     def next(self) -> T:
         if self._failure is not None:
             raise self._failure
-        try:
+        with self._latched():
             return self._next()
+
+    @contextmanager
+    def _latched(self) -> Iterator[None]:
+        try:
+            yield
         except Exception as error:  # the end of the data is final too, until reset
             self._failure = error
             raise
@@ -180,12 +188,8 @@ class SampleSource(Node[Sample]):
                 n = 0
             else:
                 raise self._failure
-        try:
-            with self.stats.working():
-                block = self._take(n)
-        except Exception as error:
-            self._failure = error
-            raise
+        with self._latched(), self.stats.working():
+            block = self._take(n)
         self._position += len(block)
         self.stats.items += len(block)
         self.stats.tokens += int(block.seqlens.sum())
