@@ -21,7 +21,15 @@ from tdp_megatron.ops.pack import PackedTensors
 from tdp_megatron.ops.pads import PadRules
 from tdp_megatron.types import IGNORE_LABEL
 
-__all__ = ["BLOCK", "copy_rows_kernel", "cp_positions_triton", "gather_triton", "pack_kernel", "partition_kernel"]
+__all__ = [
+    "BLOCK",
+    "copy_rows_kernel",
+    "cp_positions_triton",
+    "gather_triton",
+    "pack_kernel",
+    "partition_kernel",
+    "tile_of",
+]
 
 #: Tokens per program: at 64K tokens about one program for each multiprocessor of a large card.
 BLOCK = 512
@@ -189,6 +197,12 @@ def partition_kernel(cu_seqlens, num_seqlens, cp_size, cp_rank, out, num_tokens,
     tl.store(out + place, begin + within + half * shift, mask=inside)
 
 
+def tile_of(width: int) -> tuple[int, int]:
+    """Tokens and numbers per token of one program of ``copy_rows_kernel``; more than 1024 numbers spill on sm_80."""
+    block_width = min(triton.next_power_of_2(width), 128)
+    return 1024 // block_width, block_width
+
+
 def gather_triton(
     sources: Mapping[str, torch.Tensor], metadata: PackMetadata, pads: PadRules, out: PackedTensors
 ) -> None:
@@ -225,8 +239,7 @@ def gather_triton(
         if target.ndim == 1 or not target.numel():
             continue
         width = target[0].numel()
-        block_width = min(triton.next_power_of_2(width), 128)
-        block = max(2048 // block_width, 16)
+        block, block_width = tile_of(width)
         copy_rows_kernel[(triton.cdiv(metadata.num_tokens, block), triton.cdiv(width, block_width))](
             _as_bits(sources[key]),
             rows,
