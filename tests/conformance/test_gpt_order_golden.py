@@ -102,6 +102,13 @@ def test_exhaustive_blend_draws(case: tuple[int, list[int]]) -> None:
     np.testing.assert_array_equal(samples, golden[f"ex{number}/sample"])
 
 
+def test_split_pairs() -> None:
+    pairs = json.loads((DATA / "splits.json").read_text())["pair"]
+    for first, second, expected in pairs:
+        assert [None if m is None else list(m) for m in split_matrix(first, second)] == expected
+    assert len(pairs) == 3
+
+
 @pytest.mark.parametrize("case", SPLIT_CASES, ids=lambda c: repr(c["split"]))
 def test_splits(case: dict[str, Any]) -> None:
     # Megatron reads "-1" as 1 and gives NaN for no numbers; both are refused here.
