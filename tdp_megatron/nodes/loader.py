@@ -30,6 +30,13 @@ class Loader(TorchdataLoader[T]):
     def __init__(self, root: BaseNode[T], restart_on_stop_iteration: bool = False) -> None:
         super().__init__(root, restart_on_stop_iteration=restart_on_stop_iteration)
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Make the next ``iter`` go on from a saved state, also where ``state_dict`` has been asked for in between."""
+        super().load_state_dict(state_dict)
+        # torchdata would hand out the iteration that state_dict() has begun and forget the loaded state;
+        # torch.distributed.checkpoint asks for the state before it loads one.
+        self._iter_for_state_dict = False
+
     def stats(self) -> dict[str, Any]:
         """What every node has done: items and tokens (per second, too), waiting and working time, queue depth,
         imbalance and padding, and requested and actual shares of a blend's sources."""
