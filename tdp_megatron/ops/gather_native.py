@@ -10,8 +10,8 @@ import numpy.typing as npt
 import torch
 
 from tdp_megatron import _C
+from tdp_megatron.ops.buffers import PackedTensors
 from tdp_megatron.ops.metadata import PackMetadata
-from tdp_megatron.ops.pack import PackedTensors
 from tdp_megatron.ops.pads import PadRules
 from tdp_megatron.types import IGNORE_LABEL
 
@@ -62,6 +62,8 @@ def gather_native(
 
 
 def _bytes(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
+    if not tensor.numel():  # torch cannot view nothing as bytes
+        return np.zeros(0, dtype=np.uint8)
     # By way of torch: bfloat16 has no NumPy dtype.
     flat: npt.NDArray[np.uint8] = tensor.reshape(-1).view(torch.uint8).numpy()
     return flat

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
+from tdp_megatron.ops.buffers import PackedTensors
 from tdp_megatron.ops.metadata import (
     DESTINATION,
     ENTRY,
@@ -17,7 +18,6 @@ from tdp_megatron.ops.metadata import (
     TARGETS,
     PackMetadata,
 )
-from tdp_megatron.ops.pack import PackedTensors
 from tdp_megatron.ops.pads import PadRules
 from tdp_megatron.types import IGNORE_LABEL
 

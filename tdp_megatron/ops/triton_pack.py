@@ -16,8 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
+from tdp_megatron.ops.buffers import PackedTensors
 from tdp_megatron.ops.metadata import PackMetadata
-from tdp_megatron.ops.pack import PackedTensors
 from tdp_megatron.ops.pads import PadRules
 from tdp_megatron.types import IGNORE_LABEL
 
