@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from tdp_megatron.datasets.gpt import GPTDataset
     from tdp_megatron.datasets.megatron_dataset import MegatronDataset
     from tdp_megatron.datasets.mock import MockGPTDataset
+    from tdp_megatron.datasets.sft import SFTDataset, SFTDatasetConfig
     from tdp_megatron.datasets.splits import Split
     from tdp_megatron.datasets.tokenizer_spec import TokenizerSpec
 
@@ -24,6 +25,8 @@ __all__ = [
     "GPTDatasetConfig",
     "MegatronDataset",
     "MockGPTDataset",
+    "SFTDataset",
+    "SFTDatasetConfig",
     "Split",
     "TokenizerSpec",
     "blend_from_list",
@@ -38,6 +41,8 @@ _MODULES = {
     "GPTDatasetConfig": "config",
     "MegatronDataset": "megatron_dataset",
     "MockGPTDataset": "mock",
+    "SFTDataset": "sft",
+    "SFTDatasetConfig": "sft",
     "Split": "splits",
     "TokenizerSpec": "tokenizer_spec",
     "blend_from_list": "blend",
