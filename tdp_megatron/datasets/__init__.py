@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from tdp_megatron.datasets.blended import BlendedDataset
     from tdp_megatron.datasets.builder import BlendedMegatronDatasetBuilder
     from tdp_megatron.datasets.config import BlendedMegatronDatasetConfig, GPTDatasetConfig
+    from tdp_megatron.datasets.fim import GPTFIMDataset, GPTFIMDatasetConfig
     from tdp_megatron.datasets.gpt import GPTDataset
     from tdp_megatron.datasets.megatron_dataset import MegatronDataset
     from tdp_megatron.datasets.mock import MockGPTDataset
@@ -23,6 +24,8 @@ __all__ = [
     "BlendedMegatronDatasetConfig",
     "GPTDataset",
     "GPTDatasetConfig",
+    "GPTFIMDataset",
+    "GPTFIMDatasetConfig",
     "MegatronDataset",
     "MockGPTDataset",
     "SFTDataset",
@@ -39,6 +42,8 @@ _MODULES = {
     "BlendedMegatronDatasetConfig": "config",
     "GPTDataset": "gpt",
     "GPTDatasetConfig": "config",
+    "GPTFIMDataset": "fim",
+    "GPTFIMDatasetConfig": "fim",
     "MegatronDataset": "megatron_dataset",
     "MockGPTDataset": "mock",
     "SFTDataset": "sft",
