@@ -139,7 +139,7 @@ def packed_batches(
         ids = plan.sample_ids[int(plan.op_offsets[op]) : int(plan.op_offsets[op + 1])]
         cu, cu_padded, longest = cu_seqlens[m]
         extras: dict[str, Any] = {key: tensor[part] for key, tensor in tensors.extras.items()}
-        if values is not None:
+        if values:
             names = sorted({name for i in ids.tolist() for name in values[i]})
             for name in names:
                 extras[name] = tuple(values[i][name] for i in ids.tolist())
@@ -159,7 +159,7 @@ def packed_batches(
                 cp_rank=int(table.cp_ranks[m]),
                 first_rank=first_rank,
                 sample_ids=tuple(ids.tolist()),
-                refs=tuple((int(d), int(s)) for d, s in refs[ids]),
+                refs=tuple(map(tuple, refs[ids].tolist())),
                 extras=extras,
                 cp_group=cp_group(first_rank, cp_size),
             )

@@ -11,6 +11,7 @@ a source of more than 2**31 tokens is ordinary.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import triton
@@ -211,55 +212,62 @@ def gather_triton(
         return
     rows, capacity = metadata.rows, metadata.rows.shape[1]
     plain = [key for key, tensor in out.extras.items() if tensor.ndim == 1]
-    blocks = triton.cdiv(metadata.num_tokens, BLOCK)
-    pack_kernel[(blocks,)](
-        sources["tokens"],
-        sources.get("labels"),
-        sources.get("loss_mask"),
-        sources.get("position_ids"),
-        tuple(_as_bits(sources[key]) for key in plain),
-        rows,
-        metadata.loss_edges,
-        capacity,
-        out.tokens,
-        out.labels,
-        out.loss_mask,
-        out.position_ids,
-        out.padding_mask,
-        out.document_id,
-        tuple(_as_bits(out.extras[key]) for key in plain),
-        metadata.num_tokens,
-        pads.token,
-        pads.label,
-        IGNORE=IGNORE_LABEL,
-        ZERO_PAD_POSITIONS=pads.positions == "zero",
-        BLOCK=BLOCK,
-    )
-    for key, target in out.extras.items():
-        if target.ndim == 1 or not target.numel():
-            continue
-        width = target[0].numel()
-        block, block_width = tile_of(width)
-        copy_rows_kernel[(triton.cdiv(metadata.num_tokens, block), triton.cdiv(width, block_width))](
-            _as_bits(sources[key]),
+    with _launching_on(rows.device):
+        blocks = triton.cdiv(metadata.num_tokens, BLOCK)
+        pack_kernel[(blocks,)](
+            sources["tokens"],
+            sources.get("labels"),
+            sources.get("loss_mask"),
+            sources.get("position_ids"),
+            tuple(_as_bits(sources[key]) for key in plain),
             rows,
+            metadata.loss_edges,
             capacity,
-            _as_bits(target),
+            out.tokens,
+            out.labels,
+            out.loss_mask,
+            out.position_ids,
+            out.padding_mask,
+            out.document_id,
+            tuple(_as_bits(out.extras[key]) for key in plain),
             metadata.num_tokens,
-            width,
-            BLOCK=block,
-            BLOCK_WIDTH=block_width,
+            pads.token,
+            pads.label,
+            IGNORE=IGNORE_LABEL,
+            ZERO_PAD_POSITIONS=pads.positions == "zero",
+            BLOCK=BLOCK,
         )
+        for key, target in out.extras.items():
+            if target.ndim == 1 or not target.numel():
+                continue
+            width = target[0].numel()
+            block, block_width = tile_of(width)
+            copy_rows_kernel[(triton.cdiv(metadata.num_tokens, block), triton.cdiv(width, block_width))](
+                _as_bits(sources[key]),
+                rows,
+                capacity,
+                _as_bits(target),
+                metadata.num_tokens,
+                width,
+                BLOCK=block,
+                BLOCK_WIDTH=block_width,
+            )
 
 
 def cp_positions_triton(cu_seqlens_padded: torch.Tensor, cp_size: int, cp_rank: int, num_tokens: int) -> torch.Tensor:
-    """``cp_positions`` in one launch."""
+    """``cp_positions_reference`` in one launch."""
     out = torch.empty(num_tokens, dtype=torch.int64, device=cu_seqlens_padded.device)
     if num_tokens:
-        partition_kernel[(triton.cdiv(num_tokens, BLOCK),)](
-            cu_seqlens_padded, len(cu_seqlens_padded) - 1, cp_size, cp_rank, out, num_tokens, BLOCK=BLOCK
-        )
+        with _launching_on(out.device):
+            partition_kernel[(triton.cdiv(num_tokens, BLOCK),)](
+                cu_seqlens_padded, len(cu_seqlens_padded) - 1, cp_size, cp_rank, out, num_tokens, BLOCK=BLOCK
+            )
     return out
+
+
+def _launching_on(device: torch.device) -> AbstractContextManager[object]:
+    """Triton launches on the current device, whatever device its arguments are on."""
+    return nullcontext() if device.type == "cpu" else torch.cuda.device(device)
 
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
