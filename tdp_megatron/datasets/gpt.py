@@ -20,7 +20,7 @@ from tdp_megatron.datasets.gpt_sample import SampleRules, assemble, causal_mask
 from tdp_megatron.datasets.megatron_dataset import MegatronDataset, find_pad_token_id
 from tdp_megatron.datasets.splits import Split
 from tdp_megatron.errors import CacheError, FormatError
-from tdp_megatron.indexed import IndexedDataset, get_idx_path
+from tdp_megatron.indexed import DType, IndexedDataset, get_idx_path
 from tdp_megatron.types import Int64Array
 
 __all__ = ["GPTDataset"]
@@ -90,8 +90,10 @@ class GPTDataset(MegatronDataset):
         return len(low_level_dataset.sequence_lengths)
 
     @staticmethod
-    def build_low_level_dataset(dataset_path: str, config: GPTDatasetConfig) -> Any:
+    def build_low_level_dataset(dataset_path: str | None, config: GPTDatasetConfig) -> Any:
         """Open the ``.bin/.idx`` pair of a prefix."""
+        if dataset_path is None:
+            raise ValueError("without blend and blend_per_split there are no files; give one, or use MockGPTDataset")
         return IndexedDataset(
             dataset_path,
             multimodal=False,
@@ -273,8 +275,11 @@ class GPTDataset(MegatronDataset):
         Raises:
             IndexError: there is no such sample.
         """
-        tokens, counts, _ = self._query(0 if idx is None else idx)
-        sample = assemble(tokens, counts, self._rules, self._shared_mask)
+        number = 0 if idx is None else idx
+        sample = self._read_plain(number)
+        if sample is None:
+            tokens, counts, _ = self._query(number)
+            sample = assemble(tokens, counts, self._rules, self._shared_mask)
         if self._keeps_first_loss_mask:
             if self._first_loss_mask is None:
                 self._first_loss_mask = sample["loss_mask"].copy()
@@ -282,6 +287,55 @@ class GPTDataset(MegatronDataset):
         if idx is None:
             sample["loss_mask"][:] = 0.0
         return {name: torch.from_numpy(array) for name, array in sample.items()}
+
+    @cached_property
+    def _dtype_code(self) -> int:
+        return DType.code_from_dtype(self.dataset.dtype)
+
+    @cached_property
+    def _is_plain(self) -> bool:
+        rules = self._rules
+        special = rules.pad_by_id or rules.reset_position_ids or rules.reset_attention_mask
+        if type(self)._query is not GPTDataset._query:  # a subclass has its own idea of the tokens
+            return False
+        return isinstance(self.dataset, IndexedDataset) and not (special or rules.inter_document_masking)
+
+    def _read_plain(self, idx: int) -> dict[str, npt.NDArray[Any]] | None:
+        """A whole sample in one native pass over a mapped file; None where that is not possible."""
+        count = len(self)
+        if not self._is_plain or not -count <= idx < count:
+            return None
+        row = int(self.shuffle_index[idx])
+        source = self.dataset.bin_bytes()
+        if source is None or row == count - 1:  # the last may be shorter
+            return None
+        rules = self._rules
+        size = np.array([rules.sequence_length], dtype=np.int64)
+        zero = np.zeros(1, dtype=np.int64)
+        index = self.dataset.index
+        try:
+            pieces = _C.sample_pieces(
+                index.sequence_lengths,
+                index.sequence_pointers,
+                self.document_index,
+                self.sample_index,
+                rules.extra_token,
+                index.dtype.itemsize,
+                np.array([row], dtype=np.int64),
+                zero,
+                size + rules.extra_token,
+            )
+            tokens, labels = np.empty((2, rules.sequence_length), dtype=np.int64)
+            loss_mask = np.empty(rules.sequence_length, dtype=np.float32)
+            eod = rules.eod if rules.eod_mask_loss and rules.eod is not None else -1
+            _C.gather_tokens(source, self._dtype_code, *pieces, size, zero, tokens, labels, loss_mask, 0, eod)
+        except (IndexError, ValueError):  # what is wrong is said better on the slow way
+            return None
+        sample: dict[str, npt.NDArray[Any]] = {"tokens": tokens, "labels": labels, "loss_mask": loss_mask}
+        sample["position_ids"] = np.arange(rules.sequence_length, dtype=np.int64)
+        if self._shared_mask is not None:
+            sample["attention_mask"] = self._shared_mask
+        return sample
 
     def _query(self, idx: int) -> tuple[Int64Array, Int64Array, npt.NDArray[np.int32]]:
         """Tokens of a sample, how many come from each document, and the documents."""

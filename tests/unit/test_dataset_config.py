@@ -243,6 +243,14 @@ def test_mock_data_needs_no_files() -> None:
 
 
 @pytest.mark.usefixtures("corpora")
+def test_mock_data_and_files_are_not_mixed_up() -> None:
+    with pytest.raises(ValueError, match="there are no files; give one, or use MockGPTDataset"):
+        build([4, 4, 4], blend=None, split=None)
+    with pytest.raises(ValueError, match="reads no files; use GPTDataset"):
+        build([4, 4, 4], cls=MockGPTDataset, blend=(["a"], None))
+
+
+@pytest.mark.usefixtures("corpora")
 def test_threads_change_nothing() -> None:
     one, two = (build([50, 5, 5], blend=(["a", "b"], [0.4, 0.6]), num_dataset_builder_threads=n)[0] for n in (1, 4))
     assert one.unique_description_hash == two.unique_description_hash
