@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import zlib
 from functools import cached_property
 from typing import Any
 
@@ -15,19 +14,18 @@ import torch
 from tdp_megatron import _C
 from tdp_megatron.datasets.cache import Arrays, CacheKey, Provenance, load_existing, load_or_build
 from tdp_megatron.datasets.config import GPTDatasetConfig
-from tdp_megatron.datasets.gpt_indices import build_gpt_indices, epoch_plan
+from tdp_megatron.datasets.gpt_cache import INDEX_NAMES, content_complaint, provenance_of, shape_complaint
+from tdp_megatron.datasets.gpt_indices import build_gpt_indices
 from tdp_megatron.datasets.gpt_sample import SampleRules, assemble, causal_mask
 from tdp_megatron.datasets.megatron_dataset import MegatronDataset, find_pad_token_id
 from tdp_megatron.datasets.splits import Split
 from tdp_megatron.errors import CacheError, FormatError
-from tdp_megatron.indexed import DType, IndexedDataset, get_idx_path
+from tdp_megatron.indexed import DType, IndexedDataset
 from tdp_megatron.types import Int64Array
 
 __all__ = ["GPTDataset"]
 
 logger = logging.getLogger(__name__)
-
-_INDEX_NAMES = ("document_index", "sample_index", "shuffle_index")
 
 PREPARE_COMMAND = (
     "Write the caches once with `tdp prepare-cache` and the same data arguments, or unset fast_cache_load and "
@@ -125,7 +123,7 @@ class GPTDataset(MegatronDataset):
             name=f"{self.label}, split {config.split!r}",
         )
         logger.info("%s: %d samples from %d epochs", self.label, len(built), built.num_epochs)
-        return {name: getattr(built, name) for name in _INDEX_NAMES}
+        return {name: getattr(built, name) for name in INDEX_NAMES}
 
     def _cache_key(self) -> CacheKey | None:
         folder = self.config.path_to_cache
@@ -134,77 +132,27 @@ class GPTDataset(MegatronDataset):
         if not folder:
             return None
         base = f"{self.unique_description_hash}-{type(self).__name__}-{self.index_split.name}"
-        return CacheKey(folder, base, self.unique_description, _INDEX_NAMES)
+        return CacheKey(folder, base, self.unique_description, INDEX_NAMES)
 
     def _provenance(self) -> Provenance:
-        def fingerprint() -> dict[str, Any]:
-            lengths = np.ascontiguousarray(self.dataset.sequence_lengths)
-            return {
-                "sequences": len(lengths),
-                "tokens": int(lengths.sum(dtype=np.int64)),
-                "lengths_crc32": zlib.crc32(lengths.view(np.uint8).data),
-            }
-
-        # The indices depend on the lengths alone, and those are in the .idx file.
-        try:
-            status = os.stat(get_idx_path(self.dataset.path_prefix))
-            stamp = {"idx_size": status.st_size, "idx_mtime_ns": status.st_mtime_ns}
-        except (AttributeError, OSError):  # mock data, object storage
-            stamp = None
-        settings = {
-            "add_extra_token_to_sequence": bool(self.config.add_extra_token_to_sequence),
-            "drop_last_partial_sequence": self._drop_last,
-        }
-        return Provenance(settings, stamp, fingerprint)
+        return provenance_of(self.dataset, extra_token=self._extra_token, drop_last=self._drop_last)
 
     def _load_or_build(self) -> Arrays:
         key = self._cache_key()
         if key is None:
             return self._build()
-        return load_or_build(key, self._provenance(), self._build, _shape_complaint, self._content_complaint)
+        return load_or_build(key, self._provenance(), self._build, shape_complaint, self._content_complaint)
 
     def _content_complaint(self, arrays: Arrays) -> str | None:
-        """What is wrong with indices nobody vouches for: everything but the draws themselves is recomputed."""
-        document_index, sample_index, shuffle_index = (arrays[name] for name in _INDEX_NAMES)
-        indices = self.indices
-        lengths = self.dataset.sequence_lengths
-        tokens = int(lengths[indices].sum(dtype=np.int64))
-        if not tokens:
-            return None  # building says it better
-        plan = epoch_plan(
-            tokens,
-            self.config.sequence_length,
-            self.num_samples,
+        return content_complaint(
+            arrays,
+            self.dataset.sequence_lengths,
+            self.indices,
+            sequence_length=self.config.sequence_length,
+            num_samples=self.num_samples,
             extra_token=self._extra_token,
             drop_last=self._drop_last,
         )
-        if len(shuffle_index) != plan.num_samples:
-            return f"it has {len(shuffle_index)} samples, the data gives {plan.num_samples}"
-        if len(document_index) != plan.num_epochs * len(indices):
-            return f"it has {len(document_index)} documents, {plan.num_epochs} epochs of {len(indices)} are needed"
-        seen = np.zeros(int(indices.max()) + 1, dtype=np.int64)
-        if document_index.min() < 0 or document_index.max() >= len(seen):
-            return (
-                f"its documents are {document_index.min()}..{document_index.max()}, the split ends at {indices.max()}"
-            )
-        np.add.at(seen, document_index, 1)
-        if (seen[indices] != plan.num_epochs).any():
-            return "its documents are not those of the split"
-        expected = _C.build_sample_index(
-            lengths,
-            np.ascontiguousarray(document_index),
-            self.config.sequence_length,
-            self._extra_token,
-            plan.num_samples,
-            sample_index.dtype == np.int64,
-        )
-        if not np.array_equal(expected, sample_index):
-            row = int((expected != sample_index).any(axis=1).argmax())
-            return f"sample {row} begins at {sample_index[row].tolist()}, the data says {expected[row].tolist()}"
-        present = np.zeros(plan.num_samples, dtype=np.bool_)
-        if plan.num_samples and int(shuffle_index.max()) < plan.num_samples:
-            present[shuffle_index] = True
-        return None if present.all() else "its shuffle index is not a permutation"
 
     @property
     def _arrays(self) -> Arrays:
@@ -213,7 +161,7 @@ class GPTDataset(MegatronDataset):
                 key = self._cache_key()
                 if key is None:
                     raise CacheError(f"{self.label}: a fast start needs path_to_cache")
-                self._indices = load_existing(key, self._provenance(), _shape_complaint, PREPARE_COMMAND)
+                self._indices = load_existing(key, self._provenance(), shape_complaint, PREPARE_COMMAND)
             else:
                 self._indices = self._load_or_build()
         return self._indices
@@ -367,16 +315,3 @@ class GPTDataset(MegatronDataset):
         if tokens.dtype.kind not in "iu":
             raise FormatError(f"{self.label}: dtype {tokens.dtype.name} holds no token ids, need an integer")
         return tokens.astype(np.int64), counts
-
-
-def _shape_complaint(arrays: Arrays) -> str | None:
-    document_index, sample_index, shuffle_index = (arrays[name] for name in _INDEX_NAMES)
-    if document_index.dtype != np.int32 or document_index.ndim != 1:
-        return f"document_index is {document_index.dtype} {document_index.shape}, not int32 [documents]"
-    if sample_index.dtype not in (np.int32, np.int64) or sample_index.ndim != 2 or sample_index.shape[1] != 2:
-        return f"sample_index is {sample_index.dtype} {sample_index.shape}, not int32 or int64 [samples + 1, 2]"
-    if shuffle_index.dtype not in (np.uint32, np.int64) or shuffle_index.ndim != 1:
-        return f"shuffle_index is {shuffle_index.dtype} {shuffle_index.shape}, not uint32 or int64 [samples]"
-    if len(sample_index) != len(shuffle_index) + 1:
-        return f"sample_index has {len(sample_index)} rows for {len(shuffle_index)} samples"
-    return None
