@@ -16,11 +16,11 @@ from tdp_megatron.datasets.cache import Arrays, CacheKey, Provenance, load_exist
 from tdp_megatron.datasets.config import GPTDatasetConfig
 from tdp_megatron.datasets.gpt_cache import INDEX_NAMES, content_complaint, provenance_of, shape_complaint
 from tdp_megatron.datasets.gpt_indices import build_gpt_indices
-from tdp_megatron.datasets.gpt_sample import SampleRules, assemble, causal_mask
+from tdp_megatron.datasets.gpt_sample import HARMLESS_ID, SampleRules, assemble, causal_mask
 from tdp_megatron.datasets.megatron_dataset import MegatronDataset, find_pad_token_id
 from tdp_megatron.datasets.splits import Split
 from tdp_megatron.errors import CacheError, FormatError
-from tdp_megatron.indexed import DType, IndexedDataset
+from tdp_megatron.indexed import DType, IndexedDataset, ObjectStorageConfig, is_object_storage_path
 from tdp_megatron.types import Int64Array
 
 __all__ = ["GPTDataset"]
@@ -92,10 +92,18 @@ class GPTDataset(MegatronDataset):
         """Open the ``.bin/.idx`` pair of a prefix."""
         if dataset_path is None:
             raise ValueError("without blend and blend_per_split there are no files; give one, or use MockGPTDataset")
+        storage = None
+        if is_object_storage_path(dataset_path):
+            if not config.object_storage_cache_path:
+                raise ValueError(f"{dataset_path}: object storage needs object_storage_cache_path, for its .idx files")
+            if config.path_to_cache is None:
+                raise ValueError(f"{dataset_path}: object storage needs path_to_cache, for the index caches")
+            storage = ObjectStorageConfig(config.object_storage_cache_path)
         return IndexedDataset(
             dataset_path,
             multimodal=False,
             mmap=config.mmap_bin_files,
+            object_storage_config=storage,
             fast_cache_load=config.fast_cache_load,
             sequences_per_dataset=config.sequences_per_dataset,
         )
@@ -243,7 +251,7 @@ class GPTDataset(MegatronDataset):
     @cached_property
     def _is_plain(self) -> bool:
         rules = self._rules
-        special = rules.pad_by_id or rules.reset_position_ids or rules.reset_attention_mask
+        special = rules.pad_by_id or (rules.create_attention_mask and rules.reset_attention_mask)
         if type(self)._query is not GPTDataset._query:  # a subclass has its own idea of the tokens
             return False
         return isinstance(self.dataset, IndexedDataset) and not (special or rules.inter_document_masking)
@@ -258,29 +266,36 @@ class GPTDataset(MegatronDataset):
         if source is None or row == count - 1:  # the last may be shorter
             return None
         rules = self._rules
-        size = np.array([rules.sequence_length], dtype=np.int64)
-        zero = np.zeros(1, dtype=np.int64)
         index = self.dataset.index
+        tokens, labels, position_ids = np.empty((3, rules.sequence_length), dtype=np.int64)
+        loss_mask = np.empty(rules.sequence_length, dtype=np.float32)
+        eod = -1 if rules.eod is None else rules.eod
         try:
-            pieces = _C.sample_pieces(
+            _C.read_gpt_spans(
+                source,
+                self._dtype_code,
                 index.sequence_lengths,
                 index.sequence_pointers,
                 self.document_index,
                 self.sample_index,
+                self.shuffle_index,
                 rules.extra_token,
-                index.dtype.itemsize,
-                np.array([row], dtype=np.int64),
-                zero,
-                size + rules.extra_token,
+                np.array([idx % count], dtype=np.int64),
+                np.zeros(1, dtype=np.int64),
+                np.array([rules.sequence_length], dtype=np.int64),
+                np.zeros(1, dtype=np.int64),
+                tokens,
+                labels,
+                loss_mask,
+                position_ids,
+                HARMLESS_ID,
+                eod if rules.eod_mask_loss else -1,
+                eod if rules.reset_position_ids else -1,
             )
-            tokens, labels = np.empty((2, rules.sequence_length), dtype=np.int64)
-            loss_mask = np.empty(rules.sequence_length, dtype=np.float32)
-            eod = rules.eod if rules.eod_mask_loss and rules.eod is not None else -1
-            _C.gather_tokens(source, self._dtype_code, *pieces, size, zero, tokens, labels, loss_mask, 0, eod)
         except (IndexError, ValueError):  # what is wrong is said better on the slow way
             return None
         sample: dict[str, npt.NDArray[Any]] = {"tokens": tokens, "labels": labels, "loss_mask": loss_mask}
-        sample["position_ids"] = np.arange(rules.sequence_length, dtype=np.int64)
+        sample["position_ids"] = position_ids
         if self._shared_mask is not None:
             sample["attention_mask"] = self._shared_mask
         return sample

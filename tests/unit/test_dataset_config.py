@@ -283,6 +283,16 @@ def test_blends_of_unlike_datasets() -> None:
     assert float(blend[None]["loss_mask"].sum()) == 0.0
 
 
+def test_object_storage_needs_local_folders() -> None:
+    fields: dict[str, Any] = {"blend": (["s3://bucket/a"], None), "mmap_bin_files": False}
+    with pytest.raises(ValueError, match="needs object_storage_cache_path"):
+        build([4, 4, 4], **fields)
+    with pytest.raises(ValueError, match="needs path_to_cache"):
+        build([4, 4, 4], **fields, path_to_cache=None, object_storage_cache_path="idx")
+    with pytest.raises(ValueError, match="mmap"):
+        build([4, 4, 4], **{**fields, "mmap_bin_files": True}, object_storage_cache_path="idx")
+
+
 def test_a_tokenizer_without_identifiers(tmp_path: Path) -> None:
     builder = IndexedDatasetBuilder(str(tmp_path / "a.bin"), dtype=np.int32)
     builder.add_document(np.arange(30, dtype=np.int32), [30])
