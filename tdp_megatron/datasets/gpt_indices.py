@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from tdp_megatron import _C
 
-__all__ = ["GPTIndices", "build_gpt_indices", "epoch_plan"]
+__all__ = ["GPTIndices", "build_gpt_indices", "epoch_plan", "needs_int64"]
 
 _INT32_MAX = np.iinfo(np.int32).max
 
@@ -125,6 +125,16 @@ def _total_and_longest(lengths: npt.NDArray[np.int32], indices: npt.NDArray[np.i
     return total, longest
 
 
+def needs_int64(num_entries: int, longest: int) -> bool:
+    """Whether rows of the sample index, (place in document_index, token offset), need more than int32.
+
+    Args:
+        num_entries: epochs * sequences.
+        longest: tokens of the longest sequence.
+    """
+    return max(num_entries, longest) > _INT32_MAX
+
+
 def build_gpt_indices(
     sequence_lengths: npt.NDArray[np.int32],
     indices: npt.NDArray[np.int32] | range,
@@ -169,7 +179,7 @@ def build_gpt_indices(
     plan = epoch_plan(tokens, sequence_length, num_samples, extra_token=extra, drop_last=drop_last_partial_sequence)
     rng = _C.LegacyRandom(random_seed)
     document_index = _shuffled_documents(indices, plan.num_epochs, plan.separate_final_epoch, rng)
-    wide = max(len(document_index), longest) > _INT32_MAX
+    wide = needs_int64(len(document_index), longest)
     sample_index = _C.build_sample_index(
         sequence_lengths, document_index, sequence_length, extra, plan.num_samples, wide
     )

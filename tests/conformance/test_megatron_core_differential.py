@@ -205,7 +205,7 @@ class WithoutPad:
         min_size=1,
         max_size=6,
     ),
-    sequence_length=st.integers(10**7, 2**31 - 1),
+    sequence_length=st.integers(10**7, 2**31 - 2),
     num_samples=st.one_of(st.none(), st.integers(1, 60)),
     seed=st.integers(0, 2**32 - 1),
     extra=st.booleans(),
@@ -234,6 +234,20 @@ def test_giant_sequences(
     for name in ("document_index", "sample_index", "shuffle_index"):
         assert getattr(found, name).dtype == getattr(expected, name).dtype, name
         np.testing.assert_array_equal(getattr(found, name), getattr(expected, name), err_msg=name)
+
+
+def test_the_longest_sequence_length(megatron: SimpleNamespace) -> None:
+    """With the extra token a sample has 2^31 tokens, which megatron-core counts in int32."""
+    size = 2**31 - 1
+    theirs, ours = config_pair(megatron, WithoutPad(TokenizerSpec.null(8)), random_seed=0, sequence_length=size)
+    arguments = (LowLevel([0, size - 4, 0, 10**8], 8, 0), "in/memory", np.arange(4, dtype=np.int32), None)
+    with pytest.raises(AssertionError):
+        megatron.GPTDataset(*arguments, megatron.Split.train, theirs)
+    found = GPTDataset(*arguments, Split.train, ours)
+    place, offset = found.sample_index[1].tolist()
+    before = found.dataset.sequence_lengths[found.document_index[:place]]
+    assert len(found) == 1
+    assert int(before.sum(dtype=np.int64)) + offset == size
 
 
 weights_strategy = st.one_of(

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tdp_megatron import _C
 from tdp_megatron.datasets import (
     BlendedDataset,
     BlendedMegatronDatasetBuilder,
@@ -19,6 +20,7 @@ from tdp_megatron.datasets import (
     TokenizerSpec,
 )
 from tdp_megatron.datasets.config import BlendedMegatronDatasetConfig
+from tdp_megatron.datasets.gpt_indices import epoch_plan, needs_int64
 from tdp_megatron.indexed import IndexedDataset, IndexedDatasetBuilder
 
 NAN, INF = float("nan"), float("inf")
@@ -195,6 +197,20 @@ def test_oversampling_is_a_clear_error() -> None:
 def test_under_megatrons_names_the_size_is_megatrons() -> None:
     train, *_ = build([1000, 0, 0], blend=(["a", "b"], [0.9995, 0.0005]), split="80,10,10")
     assert len(train) == train.size == 1001
+
+
+def test_many_epochs_of_short_documents_get_int64() -> None:
+    """By arithmetic, before anything is allocated; the dtype of the array says what it is."""
+    plan = epoch_plan(3 * 10**6, 2, 2**32, extra_token=1, drop_last=True)
+    assert plan.num_epochs == 2864
+    assert needs_int64(plan.num_epochs * 10**6, 3)
+    assert not needs_int64(2**31 - 1, 2**31 - 1)
+    assert needs_int64(2**31, 1)
+    lengths = np.array([3, 0, 5, 1], dtype=np.int32)
+    documents = np.array([2, 0, 1, 3, 2, 3, 0, 1], dtype=np.int32)
+    narrow, wide = (_C.build_sample_index(lengths, documents, 4, 1, 4, int64) for int64 in (False, True))
+    assert (narrow.dtype, wide.dtype) == (np.int32, np.int64)
+    np.testing.assert_array_equal(narrow, wide)
 
 
 @pytest.mark.usefixtures("corpora")
