@@ -21,6 +21,9 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "preprocess": ("tdp_megatron.cli.preprocess", "turn JSONL or plain-text files into .bin/.idx"),
     "inspect": ("tdp_megatron.cli.inspecting", "show counts, lengths and first tokens of a .bin/.idx pair"),
     "verify": ("tdp_megatron.cli.verify", "check .bin/.idx pairs completely"),
+    "merge": ("tdp_megatron.cli.merge", "merge all .bin/.idx pairs of a folder into one"),
+    "sequences": ("tdp_megatron.cli.sequences", "write the counts of all files of a blend, for a fast start"),
+    "prepare-cache": ("tdp_megatron.cli.prepare_cache", "write the index caches of a training run before it starts"),
 }
 
 EXIT_DATA_ERROR = 1
@@ -64,7 +67,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="backslashreplace")
     previous = signal.signal(signal.SIGTERM, _terminated)
     try:
-        args = _parser(command).parse_args(arguments)
+        parser = _parser(command)
+        args, unknown = parser.parse_known_args(arguments)
+        if unknown and not getattr(args, "ignore_other_arguments", False):
+            parser.error(f"unrecognized arguments: {' '.join(unknown)}")
         code = int(importlib.import_module(COMMANDS[args.command][0]).run(args))
         sys.stdout.flush()
         return code

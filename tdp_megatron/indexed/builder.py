@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tdp_megatron.errors import FormatError
 from tdp_megatron.indexed.atomic import TemporaryOutput
 from tdp_megatron.indexed.casting import cast_tokens
 from tdp_megatron.indexed.dataset import IndexedDataset
@@ -220,9 +221,16 @@ class IndexedDatasetBuilder:
             if index.sequence_modes is not None:
                 self._modes.extend(index.sequence_modes)
             self._num_tokens += index.num_tokens
+            copied = 0
             with open(get_bin_path(other.path_prefix), "rb") as source:
                 while block := source.read(_COPY_BYTES):
                     self._output.file.write(block)
+                    copied += len(block)
+            if copied != other.bin_nbytes:
+                raise FormatError(
+                    f"{get_bin_path(other.path_prefix)}: changed while in use ({other.bin_nbytes} bytes when opened, "
+                    f"{copied} were read)"
+                )
 
     def finalize(self, idx_path: str | os.PathLike[str]) -> None:
         """Write the index, make both files durable and give them their names.

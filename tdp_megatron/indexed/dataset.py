@@ -121,6 +121,11 @@ class IndexedDataset:
         return self._state.reader.identity.size
 
     @property
+    def idx_nbytes(self) -> int:
+        """Bytes in the ``.idx`` file."""
+        return self._state.idx_identity.size
+
+    @property
     def sequence_lengths(self) -> npt.NDArray[np.int32]:
         """int32 [N], tokens per sequence; a read-only, unaligned view of the file."""
         return self.index.sequence_lengths

@@ -10,6 +10,7 @@ import numpy as np
 from tdp_megatron.errors import FormatError
 from tdp_megatron.indexed.dataset import IndexedDataset
 from tdp_megatron.indexed.dtypes import UINT16_VOCAB_LIMIT
+from tdp_megatron.indexed.expectations import SequencesPerDataset
 from tdp_megatron.indexed.object_storage import is_object_storage_path
 from tdp_megatron.indexed.paths import get_bin_path
 
@@ -41,7 +42,10 @@ class VerificationReport:
 
 
 def verify(
-    path_prefix: str | os.PathLike[str], vocab_size: int | None = None, multimodal: bool = False
+    path_prefix: str | os.PathLike[str],
+    vocab_size: int | None = None,
+    multimodal: bool = False,
+    sequences_per_dataset: SequencesPerDataset | None = None,
 ) -> VerificationReport:
     """Check a pair of files and read every token.
 
@@ -49,6 +53,7 @@ def verify(
         path_prefix: path without ``.bin`` or ``.idx``.
         vocab_size: when given, every token must be below it.
         multimodal: whether the index has a mode per sequence.
+        sequences_per_dataset: counts that the index must agree with, as ``IndexedDataset`` takes them.
 
     Returns:
         What the files hold.
@@ -57,7 +62,12 @@ def verify(
         FormatError: the files do not fit each other, the format or the vocabulary.
     """
     prefix = os.fspath(path_prefix)
-    dataset = IndexedDataset(prefix, multimodal=multimodal, mmap=not is_object_storage_path(prefix))
+    dataset = IndexedDataset(
+        prefix,
+        multimodal=multimodal,
+        mmap=not is_object_storage_path(prefix),
+        sequences_per_dataset=sequences_per_dataset,
+    )
     if vocab_size is not None:
         check_vocab(dataset, vocab_size)
     smallest, largest = _scan(dataset, vocab_size)

@@ -70,7 +70,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["nothing"], ["--nothing"], ["verify"], ["inspect", "a", "b"], ["verify", "--no"]]
+    "arguments", [[], ["nothing"], ["--nothing"], ["inspect"], ["inspect", "a", "b"], ["verify", "--no"]]
 )
 def test_wrong_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -135,6 +135,8 @@ def test_verify_goes_on_after_a_bad_one(prefix: Path, capsys: pytest.CaptureFixt
     assert main(["verify", str(prefix)]) == 0
     assert main(["verify", str(prefix), "--vocab-size", "7"]) == 1
     assert main(["verify", str(prefix), "--vocab-size", "0"]) == 2
+    assert main(["verify"]) == 2
+    assert "nothing to verify" in capsys.readouterr().err
 
 
 def test_reader_of_the_output_goes_away(prefix: Path) -> None:
