@@ -10,6 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tdp_megatron import _C
+from tdp_megatron.ops.buffer_pool import BufferPool
 from tdp_megatron.ops.pack_table import PackTable
 from tdp_megatron.schedule.plan import Plan
 from tdp_megatron.types import IGNORE_LABEL, Int64Array, PackedBatch
@@ -18,6 +20,9 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 __all__ = ["PackBuffers", "PackedTensors", "allocate_pack", "packed_batches"]
+
+#: Buffers of steps that the training loop is done with.
+_POOL = BufferPool()
 
 _STANDARD = ("tokens", "labels", "loss_mask", "position_ids")
 
@@ -61,7 +66,7 @@ class PackedTensors:
 def allocate_pack(
     table: PackTable, extra_keys: Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]], *, pad_id: int = 0
 ) -> PackBuffers:
-    """Buffers whose pads are right and whose real tokens are still to be written.
+    """Buffers whose pads are right and whose real tokens, labels and loss mask are still to be written.
 
     Args:
         table: the spans.
@@ -69,22 +74,34 @@ def allocate_pack(
         pad_id: token id at pads.
     """
     size = table.num_tokens
-    widths = table.widths
-    within = np.arange(size, dtype=np.int64) - np.repeat(table.destinations, widths)
     arrays: dict[str, npt.NDArray[Any]] = {
-        "tokens": np.full(size, pad_id, dtype=np.int64),
-        "labels": np.full(size, IGNORE_LABEL, dtype=np.int64),
-        "loss_mask": np.zeros(size, dtype=np.float32),
-        "position_ids": np.repeat(table.starts, widths) + within,
+        "tokens": _POOL.empty(size, np.int64),
+        "labels": _POOL.empty(size, np.int64),
+        "loss_mask": _POOL.empty(size, np.float32),
+        "position_ids": _POOL.empty(size, np.int64),
     }
+    padding_mask = _POOL.empty(size, np.bool_)
+    document_id = _POOL.empty(size, np.int32)
+    _C.fill_spans(
+        table.destinations,
+        table.widths,
+        table.starts,
+        table.lengths,
+        table.entries,
+        pad_id,
+        IGNORE_LABEL,
+        arrays["tokens"],
+        arrays["labels"],
+        arrays["loss_mask"],
+        arrays["position_ids"],
+        padding_mask,
+        document_id,
+    )
     for key, (dtype, shape) in extra_keys.items():
         if key not in arrays:
-            arrays[key] = np.zeros((size, *shape), dtype=dtype)
-    return PackBuffers(
-        arrays=arrays,
-        padding_mask=within >= np.repeat(table.lengths, widths),
-        document_id=np.repeat(table.entries, widths).astype(np.int32),
-    )
+            arrays[key] = _POOL.empty((size, *shape), dtype)
+            arrays[key][...] = 0
+    return PackBuffers(arrays=arrays, padding_mask=padding_mask, document_id=document_id)
 
 
 def cu_seqlens_of(plan: Plan, op: int) -> tuple[torch.Tensor, torch.Tensor, int]:

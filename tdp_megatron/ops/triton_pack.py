@@ -112,7 +112,7 @@ def pack_kernel(
 
     if labels is None:
         counts = inside & (within < tl.load(column + 4 * stride))
-        label = tl.load(tokens + source + 1, mask=counts, other=0).to(tl.int64)
+        label = tl.load(tokens + (source + 1), mask=counts, other=0).to(tl.int64)
         label = tl.where(counts, label, IGNORE)
     else:
         label = tl.load(labels + source, mask=real, other=IGNORE)
@@ -191,7 +191,7 @@ def partition_kernel(cu_seqlens, num_seqlens, cp_size, cp_rank, out, num_tokens,
     # The last of cu_seqlens is an end, not a beginning.
     sequence = _spans_of(cu_seqlens, num_seqlens, cp_size, first, searched, last, BLOCK)
     begin = tl.load(cu_seqlens + sequence).to(tl.int64)
-    end = tl.load(cu_seqlens + sequence + 1).to(tl.int64)
+    end = tl.load(cu_seqlens + (sequence + 1)).to(tl.int64)
     within = searched - begin // cp_size
     half = (end - begin) // (2 * cp_size)
     shift = tl.where(within < half, cp_rank, 2 * (cp_size - 1) - cp_rank)

@@ -117,6 +117,14 @@ def compiled(
     return triton.compile(source, target=target, options={"num_warps": 4, **options})
 
 
+def narrow_addresses(binary: Any) -> int:
+    """Additions of less than 64 bits to a pointer."""
+    found = re.findall(r"tt\.addptr [^:]+: [^,]+, (?:tensor<[\dx]*)?i(\d+)", binary.asm["ttir"])
+    if len(found) != binary.asm["ttir"].count("tt.addptr "):
+        raise RuntimeError("an address addition was not understood")
+    return sum(bits != "64" for bits in found)
+
+
 def usage(binary: Any, target: GPUTarget) -> dict[str, int]:
     """Registers, and bytes of spilled ones or of a stack."""
     if target.backend == "hip":
@@ -147,7 +155,10 @@ def main(name: str, max_registers: int | None) -> None:
         options = {"maxnreg": max_registers}
     for what, (kernel, signature, constants) in chosen.items():
         binary = compiled(kernel, signature, constants, target, **options)
-        print(json.dumps({"target": name, "kernel": what, **usage(binary, target)}), flush=True)
+        print(
+            json.dumps({"target": name, "kernel": what, "narrow": narrow_addresses(binary), **usage(binary, target)}),
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

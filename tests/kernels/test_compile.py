@@ -32,6 +32,8 @@ def test_every_specialisation_compiles_without_spills(target: str, tmp_path: Pat
     built = compile_for(target, tmp_path)
     assert len(built) == {"90": 40}.get(target, 28)
     assert [b["kernel"] for b in built if b["spilled"]] == []
+    # A source of more than 2**31 tokens must not wrap around.
+    assert {b["kernel"] for b in built if b["narrow"]} == set()
     # Four warps of more than 128 registers would leave a multiprocessor with fewer than 16 warps.
     assert all(0 < int(str(b["registers"])) <= 128 and int(str(b["bytes"])) > 0 for b in built)
 

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from tdp_megatron.nodes.pack import GlobalBatch
@@ -111,6 +113,38 @@ def test_block_mask_equals_the_one_made_from_the_whole_mask(seqlens: list[int]) 
     for name in ("kv_num_blocks", "q_num_blocks", "full_q_num_blocks"):  # the last two drive the backward pass
         assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
     assert ours.sparsity() == theirs.sparsity()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, 30), max_size=5), st.sampled_from([1, 2, 4]), st.sampled_from([1, 4, 5, 16]))
+def test_blocks_hold_every_pair_and_full_blocks_nothing_else(seqlens: list[int], cp: int, block_size: int) -> None:
+    """Kernels skip unlisted blocks and do not mask full ones; attention without a kernel shows neither."""
+    for batch in packs(seqlens, cp):
+        blocks = batch.to_flex_attention(block_size=block_size)
+        rows, columns = batch.num_tokens, batch.num_tokens * cp
+        assert blocks.seq_lengths == (rows, columns)
+        q, kv = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
+        allowed = blocks.mask_mod(torch.tensor(0), torch.tensor(0), q, kv)
+        assert int(allowed.any(dim=1).sum()) == rows
+        partial = listed(blocks.kv_num_blocks, blocks.kv_indices)
+        full = listed(blocks.full_kv_num_blocks, blocks.full_kv_indices)
+        assert not partial & full
+        for i in range(-(-rows // block_size)):
+            for j in range(-(-columns // block_size)):
+                part = allowed[i * block_size : (i + 1) * block_size, j * block_size : (j + 1) * block_size]
+                if (i, j) in full:
+                    assert bool(part.all())
+                    assert part.shape == (block_size, block_size)
+                elif (i, j) not in partial:
+                    assert not bool(part.any())
+
+
+def listed(counts: torch.Tensor, indices: torch.Tensor) -> set[tuple[int, int]]:
+    return {
+        (i, j)
+        for i, (count, row) in enumerate(zip(counts[0, 0].tolist(), indices[0, 0].tolist(), strict=True))
+        for j in row[:count]
+    }
 
 
 @pytest.mark.parametrize("seqlens", LENGTHS, ids=str)
