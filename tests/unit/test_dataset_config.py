@@ -267,6 +267,29 @@ def test_mock_data_and_files_are_not_mixed_up() -> None:
 
 
 @pytest.mark.usefixtures("corpora")
+def test_a_fast_start_opens_nothing(tmp_path: Path) -> None:
+    fields = {
+        **PER_SPLIT,
+        "blend_per_split": [(["a", "b"], [0.4, 0.6]), (["b"], None), None],
+        "path_to_cache": str(tmp_path / "cache"),
+        "sequences_per_dataset": {"a": (50, 51), "b": (50, 51)},
+    }
+    slow = build([50, 5, 0], **fields)
+    for name in ("a.bin", "a.idx", "b.bin", "b.idx"):
+        Path(name).rename(f"{name}.away")
+    fast = build([50, 5, 0], **fields, fast_cache_load=True, defer_npy_index_mmap=True)
+    assert len(fast[0]) == len(slow[0])
+    for name in ("a.bin", "a.idx", "b.bin", "b.idx"):
+        Path(f"{name}.away").rename(name)
+    for first, second in zip(slow[:2], fast[:2], strict=True):
+        assert first.unique_description_hash == second.unique_description_hash
+        for field, value in first[4].items():
+            assert np.array_equal(value, second[4][field]), field
+    with pytest.raises(Exception, match="sequences_per_dataset says"):
+        build([50, 5, 0], **{**fields, "sequences_per_dataset": {"a": (49, 51), "b": (50, 51)}})
+
+
+@pytest.mark.usefixtures("corpora")
 def test_threads_change_nothing() -> None:
     one, two = (build([50, 5, 5], blend=(["a", "b"], [0.4, 0.6]), num_dataset_builder_threads=n)[0] for n in (1, 4))
     assert one.unique_description_hash == two.unique_description_hash
