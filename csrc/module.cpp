@@ -6,6 +6,7 @@ void register_gather(pybind11::module_& m);
 void register_indices(pybind11::module_& m);
 void register_pack(pybind11::module_& m);
 void register_random(pybind11::module_& m);
+void register_wire(pybind11::module_& m);
 }  // namespace tdp
 
 PYBIND11_MODULE(_C, m, pybind11::mod_gil_not_used()) {
@@ -14,4 +15,5 @@ PYBIND11_MODULE(_C, m, pybind11::mod_gil_not_used()) {
     tdp::register_random(m);
     tdp::register_gather(m);
     tdp::register_pack(m);
+    tdp::register_wire(m);
 }

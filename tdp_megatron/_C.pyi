@@ -120,3 +120,26 @@ def pack_bytes(
     rows: npt.NDArray[np.int64], source: npt.NDArray[np.uint8], width: int, out: npt.NDArray[np.uint8]
 ) -> None: ...
 def cp_positions(cu_seqlens: npt.NDArray[Any], cp_size: int, cp_rank: int) -> npt.NDArray[np.int64]: ...
+def scan_samples(
+    tokens: list[npt.NDArray[np.int64]],
+    labels: list[npt.NDArray[np.int64]],
+    loss_mask: list[npt.NDArray[np.float32]],
+    position_ids: list[npt.NDArray[np.int64]] | None,
+    ignore_label: int,
+) -> tuple[int, int, npt.NDArray[np.int64], npt.NDArray[np.int64]]: ...
+def narrow_tokens(tokens: list[npt.NDArray[np.int64]], dtype_code: int, out: npt.NDArray[np.uint8]) -> None: ...
+def fill_spans(
+    destinations: npt.NDArray[np.int64],
+    widths: npt.NDArray[np.int64],
+    starts: npt.NDArray[np.int64],
+    lengths: npt.NDArray[np.int64],
+    entries: npt.NDArray[np.int64],
+    pad_id: int,
+    ignore_label: int,
+    tokens: npt.NDArray[np.int64],
+    labels: npt.NDArray[np.int64],
+    loss_mask: npt.NDArray[np.float32],
+    position_ids: npt.NDArray[np.int64],
+    padding_mask: npt.NDArray[np.bool_],
+    document_id: npt.NDArray[np.int32],
+) -> None: ...

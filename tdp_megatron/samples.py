@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -13,7 +13,16 @@ import numpy.typing as npt
 from tdp_megatron import _C
 from tdp_megatron.types import IGNORE_LABEL, Int64Array, Sample, SampleBlock, SampleReader
 
-__all__ = ["FlatSamples", "MappingReader", "block_from_items", "read_block", "token_key_specs", "with_values"]
+__all__ = [
+    "FlatSamples",
+    "MappingReader",
+    "TokenFacts",
+    "block_from_items",
+    "read_block",
+    "token_facts",
+    "token_key_specs",
+    "with_values",
+]
 
 #: Keys that are always per token.
 STANDARD_TOKEN_KEYS = ("tokens", "labels", "loss_mask", "position_ids")
@@ -26,35 +35,52 @@ _DTYPES: dict[str, np.dtype[Any]] = {
 
 
 def _as_array(value: Any) -> npt.NDArray[Any]:
-    if isinstance(value, np.ndarray):
+    if type(value) is np.ndarray:
         return value
     if hasattr(value, "detach"):  # a torch tensor, without importing torch
-        return np.asarray(value.detach().cpu().numpy())
+        try:
+            array: npt.NDArray[Any] = value.numpy()
+        except (RuntimeError, TypeError):  # it has a gradient, or lies on another device
+            array = value.detach().cpu().numpy()
+        return array
     return np.asarray(value)
 
 
-def _joined(values: Sequence[Any]) -> npt.NDArray[Any]:
-    """Values one after the other; torch joins its own tensors far faster than NumPy joins views of them."""
-    torch = sys.modules.get("torch")
-    if torch is not None and all(type(v) is torch.Tensor for v in values):
-        joined: npt.NDArray[Any] = torch.cat(list(values)).cpu().numpy()
-        return joined
-    return np.concatenate([_as_array(v) for v in values])
-
-
-def _lengths(values: Sequence[Any]) -> list[int]:
-    """First dimension of each value; ``len`` of a torch tensor takes microseconds, its ``size`` does not."""
-    return [v.size(0) if hasattr(v, "detach") else len(v) for v in values]
-
+_NO_VALUES: Mapping[str, Any] = MappingProxyType({})
 
 #: Per-token keys with dtype and shape of one token's entry.
 TokenKeySpecs: TypeAlias = Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]]
 
 
-class MappingReader:
-    """User samples with the same keys, joined into one array per key.
+@dataclass(frozen=True, slots=True)
+class TokenFacts:
+    """What is true of all tokens of some samples; see ``csrc/wire.h``."""
 
-    ``labels`` and ``loss_mask`` may be missing: then every token predicts the next.
+    bits: int
+    """Whether labels, loss mask and positions follow from the tokens."""
+    largest: int
+    """Largest token id, 2^62 where some are negative."""
+    last_labels: Int64Array
+    """int64 [n], label of each sample's last token."""
+    num_loss_tokens: Int64Array
+    """int64 [n], positions with a loss."""
+
+
+def token_facts(columns: Mapping[str, list[npt.NDArray[Any]]]) -> TokenFacts:
+    """Read tokens, labels, loss mask and positions once.
+
+    Args:
+        columns: per standard key, one array per sample; ``position_ids`` may be missing.
+    """
+    return TokenFacts(
+        *_C.scan_samples(
+            columns["tokens"], columns["labels"], columns["loss_mask"], columns.get("position_ids"), IGNORE_LABEL
+        )
+    )
+
+
+class MappingReader:
+    """User samples with the same keys. ``labels`` and ``loss_mask`` may be missing: every token predicts the next.
 
     Args:
         items: mappings with ``tokens`` [S] and what else the samples have; at least one.
@@ -69,83 +95,97 @@ class MappingReader:
         self._names = names
         if "tokens" not in items[0]:
             raise ValueError(f"{names[0]} has no key 'tokens'; it has {sorted(map(str, items[0]))}")
-        try:
-            lengths = _lengths([item["tokens"] for item in items])
-        except (TypeError, IndexError):  # a plain number: what is wrong with it is said below
-            lengths = [0] * len(items)
-        self.seqlens: Int64Array = np.array(lengths, dtype=np.int64)
+        self.columns: dict[str, list[npt.NDArray[Any]]] = {}
+        """Per token key, one contiguous array [S, ...] per sample."""
+        tokens = self.columns["tokens"] = self._column("tokens", None)
+        self.seqlens: Int64Array = np.array([len(t) for t in tokens], dtype=np.int64)
         """int64 [n], tokens of each sample."""
-        self.offsets: Int64Array = np.concatenate([[0], np.cumsum(self.seqlens)])
-        """int64 [n + 1], where each sample begins in the arrays."""
-        self.arrays: dict[str, npt.NDArray[Any]] = {}
-        """Per token key [sum of seqlens, ...]."""
-        for key in STANDARD_TOKEN_KEYS:
+        for key in STANDARD_TOKEN_KEYS[1:]:
             if key in items[0]:
-                self.arrays[key] = self._join(key)
-        tokens = self.arrays["tokens"]
-        ends = self.offsets[1:][self.seqlens > 0] - 1
-        if "labels" not in self.arrays:
-            labels = np.append(tokens[1:], IGNORE_LABEL)[: len(tokens)].astype(np.int64)
-            labels[ends] = IGNORE_LABEL
-            self.arrays["labels"] = labels
-        if "loss_mask" not in self.arrays:
-            self.arrays["loss_mask"] = (self.arrays["labels"] != IGNORE_LABEL).astype(np.float32)
+                self.columns[key] = self._column(key, self.seqlens)
+        if "labels" not in self.columns:
+            self.columns["labels"] = [np.append(t[1:], IGNORE_LABEL)[: len(t)].astype(np.int64) for t in tokens]
+        if "loss_mask" not in self.columns:
+            self.columns["loss_mask"] = [(v != IGNORE_LABEL).astype(np.float32) for v in self.columns["labels"]]
+        self.offsets: Int64Array = np.concatenate([[0], np.cumsum(self.seqlens)])
+        """int64 [n + 1], where each sample begins in the joined arrays."""
+        self._joined: dict[str, npt.NDArray[Any]] = {}
+        self._facts: TokenFacts | None = None
 
-    def _join(self, key: str) -> npt.NDArray[Any]:
-        try:
-            values = [item[key] for item in self._items]
-            joined = _joined(values)
-            fits = _lengths(values) == self.seqlens.tolist()
-        except (TypeError, ValueError, IndexError, RuntimeError, KeyError):
-            self._complain(key)
-            raise
+    def _column(self, key: str, seqlens: Int64Array | None) -> list[npt.NDArray[Any]]:
         dtype = _DTYPES.get(key)
-        if dtype is not None:
-            fits = fits and joined.ndim == 1 and (dtype.kind != "i" or joined.dtype.kind in "iu")
-        if not fits:
-            self._complain(key)
-        return np.ascontiguousarray(joined if dtype is None else joined.astype(dtype, copy=False))
+        try:
+            column = [_as_array(item[key]) for item in self._items]
+        except KeyError:
+            missing = next(name for item, name in zip(self._items, self._names, strict=True) if key not in item)
+            raise ValueError(f"{missing} has no key {key!r}") from None
+        wanted = None if seqlens is None else seqlens.tolist()
+        first = column[0]
+        kind, entry = (first.dtype, first.shape[1:]) if dtype is None else (dtype, ())
+        for i, array in enumerate(column):
+            shape = array.shape
+            if array.dtype == kind and shape[1:] == entry and shape and (wanted is None or shape[0] == wanted[i]):
+                if not array.flags.c_contiguous:
+                    column[i] = np.ascontiguousarray(array)
+                continue
+            column[i] = self._converted(key, i, array, dtype, None if wanted is None else wanted[i])
+        return column
 
-    def _complain(self, key: str) -> None:
-        """Raise for the first item whose ``key`` cannot be joined with the others, and say why."""
-        shapes = {np.shape(item[key])[1:] for item in self._items if key in item}
-        for item, name, n in zip(self._items, self._names, self.seqlens.tolist(), strict=True):
-            if key not in item:
-                raise ValueError(f"{name} has no key {key!r}")
-            array = _as_array(item[key])
-            dtype = _DTYPES.get(key)
-            if dtype is not None and array.ndim != 1:
-                raise ValueError(f"{name}: {key} must have one dimension, has shape {array.shape}")
-            if dtype is not None and dtype.kind == "i" and array.dtype.kind not in "iu":
-                raise TypeError(f"{name}: {key} must hold integers, has dtype {array.dtype}")
-            if array.ndim == 0 or array.shape[0] != n:
-                raise ValueError(f"{name}: {key} has shape {array.shape}, the sample has {n} tokens")
-        if len(shapes) > 1:
-            raise ValueError(f"key {key!r} has entries of different shapes per token: {sorted(shapes)}")
+    def _converted(
+        self,
+        key: str,
+        index: int,
+        array: npt.NDArray[Any],
+        dtype: np.dtype[Any] | None,
+        length: int | None,
+    ) -> npt.NDArray[Any]:
+        """An array in the dtype of its key, or an error that says what is wrong with it."""
+        name = self._names[index]
+        if dtype is not None and array.ndim != 1:
+            raise ValueError(f"{name}: {key} must have one dimension, has shape {array.shape}")
+        if array.ndim == 0 or (length is not None and array.shape[0] != length):
+            raise ValueError(f"{name}: {key} has shape {array.shape}, the sample has {length} tokens")
+        if dtype is None:
+            raise ValueError(
+                f"{name}: {key} has dtype {array.dtype} and shape {array.shape[1:]} per token, other samples differ"
+            )
+        if dtype.kind == "i" and array.dtype.kind not in "iu":
+            raise TypeError(f"{name}: {key} must hold integers, has dtype {array.dtype}")
+        return np.ascontiguousarray(array.astype(dtype))
 
     def declare_token_keys(self, keys: Sequence[str]) -> None:
         """Treat user keys as per token: first dimension S, cut and packed like ``tokens``."""
         for key in keys:
-            if key in self.arrays:
-                continue
-            if key not in self._items[0]:
-                raise ValueError(f"{self._names[0]} has no key {key!r}, which token_keys names")
-            self.arrays[key] = self._join(key)
+            if key not in self.columns:
+                if key not in self._items[0]:
+                    raise ValueError(f"{self._names[0]} has no key {key!r}, which token_keys names")
+                self.columns[key] = self._column(key, self.seqlens)
+
+    def joined(self, key: str) -> npt.NDArray[Any]:
+        """The samples one after the other, [sum of seqlens, ...]."""
+        if key not in self._joined:
+            self._joined[key] = np.concatenate(self.columns[key])
+        return self._joined[key]
+
+    @property
+    def facts(self) -> TokenFacts:
+        """What is true of the tokens; they are read once."""
+        if self._facts is None:
+            self._facts = token_facts(self.columns)
+        return self._facts
 
     @property
     def num_loss_tokens(self) -> Int64Array:
         """int64 [n], positions with a loss."""
-        running = np.concatenate([[0], np.cumsum(self.arrays["loss_mask"] != 0, dtype=np.int64)])
-        counts: Int64Array = running[self.offsets[1:]] - running[self.offsets[:-1]]
-        return counts
+        return self.facts.num_loss_tokens
 
     @property
     def token_keys(self) -> Mapping[str, np.dtype[Any]]:
-        return {key: array.dtype for key, array in self.arrays.items()}
+        return {key: column[0].dtype for key, column in self.columns.items()}
 
     def token_shape(self, key: str) -> tuple[int, ...]:
         """Shape of one token's entry of ``key``; () for a plain number."""
-        return self.arrays[key].shape[1:]
+        return self.columns[key][0].shape[1:]
 
     def read_spans(
         self,
@@ -157,9 +197,9 @@ class MappingReader:
     ) -> None:
         begins = self.offsets[sample_ids] + starts
         for key, array in out.items():
-            source = self.arrays.get(key)
-            if source is None or not len(sample_ids) or not source.size:
+            if key not in self.columns or not lengths.any():
                 continue
+            source = self.joined(key)
             width = source.dtype.itemsize * int(np.prod(source.shape[1:], dtype=np.int64))
             _C.copy_spans(
                 source.reshape(-1).view(np.uint8),
@@ -170,7 +210,10 @@ class MappingReader:
             )
 
     def sample_values(self, sample_id: int) -> Mapping[str, Any]:
-        return {k: v for k, v in self._items[sample_id].items() if k not in self.arrays}
+        item = self._items[sample_id]
+        if item.keys() <= self.columns.keys():
+            return _NO_VALUES
+        return {k: v for k, v in item.items() if k not in self.columns}
 
 
 def with_values(sample: Sample, **values: Any) -> Sample:
@@ -219,7 +262,7 @@ def block_from_items(items: Sequence[Any], dataset_id: int, first_number: int) -
             reader_index[i] = index[id(item.reader)]
             sample_ids[i], seqlens[i], loss[i] = item.sample_id, item.seqlen, item.num_loss_tokens
             refs[i] = dataset_id + item.ref[0], item.ref[1]
-        elif isinstance(item, Mapping):
+        elif type(item) is dict or isinstance(item, Mapping):
             plain.setdefault(frozenset(item), []).append(i)
         else:
             raise TypeError(
@@ -255,18 +298,45 @@ def token_key_specs(readers: Sequence[SampleReader]) -> dict[str, tuple[np.dtype
     return specs
 
 
-@dataclass(frozen=True, slots=True)
 class FlatSamples:
-    """Samples that have been read, one after the other in one array per key."""
+    """Samples that have been read, in order; their arrays are joined when they are asked for.
 
-    block: SampleBlock
-    specs: TokenKeySpecs
-    offsets: Int64Array
-    """int64 [n + 1], where each sample begins."""
-    arrays: Mapping[str, npt.NDArray[Any]]
-    """Per key [sum of seqlens, ...]."""
-    values: tuple[Mapping[str, Any], ...]
-    """Per sample, the keys that are not per token."""
+    Args:
+        block: the samples.
+        specs: per-token keys.
+        columns: per token key, one array per sample.
+        values: per sample, the keys that are not per token.
+        reader: the reader that holds exactly these samples, if one does.
+    """
+
+    def __init__(
+        self,
+        block: SampleBlock,
+        specs: TokenKeySpecs,
+        columns: Mapping[str, list[npt.NDArray[Any]]],
+        values: tuple[Mapping[str, Any], ...],
+        reader: MappingReader | None = None,
+        joined: Mapping[str, npt.NDArray[Any]] | None = None,
+    ) -> None:
+        self.block = block
+        self.specs = specs
+        self.columns = columns
+        self.values = values
+        self.offsets: Int64Array = np.concatenate([[0], np.cumsum(block.seqlens)])
+        """int64 [n + 1], where each sample begins in a joined array."""
+        self._reader = reader
+        self._joined = dict(joined or {})
+
+    def joined(self, key: str) -> npt.NDArray[Any]:
+        """The samples one after the other, [sum of seqlens, ...]."""
+        if key not in self._joined:
+            self._joined[key] = np.concatenate(self.columns[key])
+        return self._joined[key]
+
+    @property
+    def facts(self) -> TokenFacts:
+        """What is true of the tokens."""
+        return self._reader.facts if self._reader is not None else token_facts(self.columns)
 
 
 def read_spans_by_reader(
@@ -304,16 +374,16 @@ def read_block(block: SampleBlock) -> FlatSamples:
         block.readers[r].sample_values(i)
         for r, i in zip(block.reader_index.tolist(), block.sample_ids.tolist(), strict=True)
     )
+    specs = token_key_specs(block.readers)
     only = block.readers[0] if len(block.readers) == 1 else None
     if isinstance(only, MappingReader) and np.array_equal(block.sample_ids, np.arange(len(only.seqlens))):
-        return FlatSamples(block, token_key_specs(block.readers), only.offsets, only.arrays, values)  # it lies ready
-    offsets = np.zeros(len(block) + 1, dtype=np.int64)
-    np.cumsum(block.seqlens, out=offsets[1:])
-    specs = token_key_specs(block.readers)
-    size = int(offsets[-1])
-    arrays = {key: np.zeros((size, *shape), dtype=dtype) for key, (dtype, shape) in specs.items()}
+        return FlatSamples(block, specs, only.columns, values, only)  # it lies ready
+    offsets = np.concatenate([[0], np.cumsum(block.seqlens)])
+    arrays = {key: np.zeros((int(offsets[-1]), *shape), dtype=dtype) for key, (dtype, shape) in specs.items()}
     if "position_ids" in arrays:  # some samples bring their own, the others count from 0
-        arrays["position_ids"][:] = np.arange(size) - np.repeat(offsets[:-1], block.seqlens)
+        arrays["position_ids"][:] = np.arange(int(offsets[-1])) - np.repeat(offsets[:-1], block.seqlens)
     everything = np.arange(len(block), dtype=np.int64)
     read_spans_by_reader(block, everything, np.zeros_like(everything), block.seqlens, offsets[:-1], arrays)
-    return FlatSamples(block, specs, offsets, arrays, values)
+    edges = list(zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True))
+    columns = {key: [array[begin:end] for begin, end in edges] for key, array in arrays.items()}
+    return FlatSamples(block, specs, columns, values, joined=arrays)

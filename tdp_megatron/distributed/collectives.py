@@ -12,9 +12,12 @@ import torch.distributed as dist
 
 from tdp_megatron.distributed.host_group import HostGroup
 from tdp_megatron.errors import ExchangeError
+from tdp_megatron.ops.buffer_pool import BufferPool
 from tdp_megatron.types import Int64Array
 
 __all__ = ["all_gather_rows", "all_to_all_bytes", "broadcast_bytes", "gather_texts", "require_equal", "sum_int64"]
+
+_POOL = BufferPool(8)
 
 
 @contextmanager
@@ -24,10 +27,12 @@ def _named(host: HostGroup, what: str) -> Iterator[None]:
     except RuntimeError as error:
         late = "imed out" in str(error)
         how = f"did not complete within {host.timeout_s:g} s" if late else "was cut off"
+        reason, is_cause = host.explain_failure()
+        if is_cause:
+            raise ExchangeError(f"{what} {how}: {reason}") from error
         remedy = "Raise timeout_s if a rank is only slow" if late else "Look at that rank's own first error"
         raise ExchangeError(
-            f"{what} {how}: {host.explain_failure()}. {remedy}. Cause seen by rank {host.rank}: "
-            f"{str(error).splitlines()[0]}"
+            f"{what} {how}: {reason}. {remedy}. Cause seen by rank {host.rank}: {str(error).splitlines()[0]}"
         ) from error
 
 
@@ -77,10 +82,10 @@ def all_to_all_bytes(
     Raises:
         ExchangeError: a rank is gone or late.
     """
-    received = torch.empty(sum(receive_sizes), dtype=torch.uint8)
+    out: npt.NDArray[np.uint8] = _POOL.empty(sum(receive_sizes), np.uint8)
+    received = torch.from_numpy(out)
     with _named(host, what):
         dist.all_to_all_single(received, torch.from_numpy(send), receive_sizes, send_sizes, group=host.group)
-    out: npt.NDArray[np.uint8] = received.numpy()
     return out
 
 

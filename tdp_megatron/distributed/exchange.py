@@ -17,15 +17,22 @@ from tdp_megatron.distributed.collectives import all_gather_rows, all_to_all_byt
 from tdp_megatron.distributed.groups import DpCpGroups
 from tdp_megatron.distributed.host_group import HostGroup
 from tdp_megatron.distributed.parcels import GlobalSamples, Parcel, ParcelLayout, SpanRequest
-from tdp_megatron.distributed.token_form import TokenForm, describe_tokens
+from tdp_megatron.distributed.token_form import NOTHING_TO_SEND, TokenForm
 from tdp_megatron.distributed.wire import WireSchema, decode_values, encode_values
 from tdp_megatron.errors import ExchangeError
 from tdp_megatron.ops import PackBuffers, PackTable, allocate_pack, build_pack_table
-from tdp_megatron.samples import FlatSamples
+from tdp_megatron.samples import FlatSamples, TokenFacts
 from tdp_megatron.schedule.plan import Plan
 from tdp_megatron.types import Int64Array
 
 __all__ = ["Exchange", "GlobalSamples", "SpanRequest"]
+
+
+_NO_SAMPLES = TokenFacts(NOTHING_TO_SEND, 0, np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
+#: count, missing, failed, digest of the keys, bits, largest token id
+_HEADER = 6
+#: length, loss tokens, dataset, sample, bytes of values, order, user fact, whether the next token is known
+_COLUMNS = 8
 
 
 class Exchange:
@@ -39,6 +46,7 @@ class Exchange:
         self._encoded: list[bytes] = []
         self._form = TokenForm.agree(np.array([0]), np.array([0]))
         self._last_labels: Int64Array = np.zeros(0, dtype=np.int64)
+        self._room = 0
         self.bytes_sent = 0
         """Bytes of samples sent to other ranks so far."""
 
@@ -76,39 +84,37 @@ class Exchange:
             ExchangeError: a rank failed, its data ended before the others', or the ranks' keys differ.
         """
         self.host.begin_step(step)
-        digest, bits, largest = 0, *describe_tokens({}, np.zeros(1, dtype=np.int64))[:2]
-        last_labels = np.zeros(0, dtype=np.int64)
+        digest, facts_of_tokens = 0, _NO_SAMPLES
         if local is not None and error is None:
             try:
                 digest = self._prepare(local)
-                bits, largest, last_labels = describe_tokens(local.arrays, local.offsets)
+                if len(local.block):
+                    facts_of_tokens = local.facts
             except Exception as failure:
                 error = failure
         count = 0 if local is None or error is not None else len(local.block)
         what = f"step {step}: gathering lengths"
-        header = all_gather_rows(
-            self.host, np.array([count, missing, error is not None, digest, bits, largest], dtype=np.int64), what
-        )
-        self._raise_first(step, header[:, 2], error)
-        counts = header[:, 0]
-        if header[:, 1].any():
-            self._check_end(step, header[:, 1], has_more)
-        self._agree_on_schema(step, header[:, 3], digest)
-        self._form = TokenForm.agree(header[:, 4], header[:, 5])
-        self._last_labels = last_labels
-
-        rows = np.zeros((max(int(counts.max()), 1), 8), dtype=np.int64)
+        header = [count, missing, int(error is not None), digest, facts_of_tokens.bits, facts_of_tokens.largest]
+        rows = np.zeros((count, _COLUMNS), dtype=np.int64)
         if local is not None and count:
             block = local.block
-            rows[:count, 0] = block.seqlens
-            rows[:count, 1] = block.num_loss_tokens
-            rows[:count, 2:4] = block.refs
-            rows[:count, 4] = [len(data) for data in self._encoded]
-            rows[:count, 5] = np.arange(count) if order is None else order
-            rows[:count, 6] = 0 if facts is None else facts
-            rows[:count, 7] = last_labels >= 0
-        gathered = all_gather_rows(self.host, rows, what)
-        place, owner = np.nonzero(np.arange(rows.shape[0])[:, None] < counts[None, :])
+            rows[:, 0] = block.seqlens
+            rows[:, 1] = block.num_loss_tokens
+            rows[:, 2:4] = block.refs
+            rows[:, 4] = [len(data) for data in self._encoded]
+            rows[:, 5] = np.arange(count) if order is None else order
+            rows[:, 6] = 0 if facts is None else facts
+            rows[:, 7] = facts_of_tokens.last_labels >= 0
+        headers, table = self._gather_table(header, rows, what)
+        self._raise_first(step, headers[:, 2], error)
+        counts = headers[:, 0]
+        if headers[:, 1].any():
+            self._check_end(step, headers[:, 1], has_more)
+        self._agree_on_schema(step, headers[:, 3], digest)
+        self._form = TokenForm.agree(headers[:, 4], headers[:, 5])
+        self._last_labels = facts_of_tokens.last_labels
+        gathered = self._rows_of(table, rows, counts, what)
+        place, owner = np.nonzero(np.arange(gathered.shape[1])[:, None] < counts[None, :])
         by_number = np.argsort(gathered[owner, place, 5], kind="stable")
         place, owner = place[by_number], owner[by_number]
         table = gathered[owner, place]
@@ -122,7 +128,7 @@ class Exchange:
             value_bytes=column(table[:, 4]),
             facts=column(table[:, 6]),
             has_next=column(table[:, 7]),
-            ended=bool(header[:, 1].any()),
+            ended=bool(headers[:, 1].any()),
         )
 
     def run(
@@ -195,6 +201,29 @@ class Exchange:
                 values[i] = decode_values(received[at : at + size].tobytes())
                 at += size
         return values
+
+    def _gather_table(self, header: list[int], rows: Int64Array, what: str) -> tuple[Int64Array, Int64Array]:
+        """Headers of all ranks, int64 [R, header], and their rows as far as there is room for them.
+
+        As many rows as the largest rank had in the last step travel with the header: when no rank has more, one
+        collective is enough.
+        """
+        message = np.zeros(_HEADER + self._room * _COLUMNS, dtype=np.int64)
+        message[:_HEADER] = header
+        fitting = rows[: self._room].reshape(-1)
+        message[_HEADER : _HEADER + len(fitting)] = fitting
+        gathered = all_gather_rows(self.host, message, what)
+        return gathered[:, :_HEADER], gathered[:, _HEADER:].reshape(len(gathered), self._room, _COLUMNS)
+
+    def _rows_of(self, table: Int64Array, rows: Int64Array, counts: Int64Array, what: str) -> Int64Array:
+        """All rows of all ranks, int64 [R, most, columns]: those at hand, or gathered again with more room."""
+        most = int(counts.max())
+        if most <= self._room:
+            return table
+        self._room = most
+        padded = np.zeros((most, _COLUMNS), dtype=np.int64)
+        padded[: len(rows)] = rows
+        return all_gather_rows(self.host, padded, what)
 
     def _prepare(self, local: FlatSamples) -> int:
         """Encode the per-sample values; a digest of the schema, 0 without samples."""

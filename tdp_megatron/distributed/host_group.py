@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
 from tdp_megatron.distributed.progress import Progress
+from tdp_megatron.errors import ExchangeError
 
 __all__ = ["HostGroup", "new_ordered_group"]
 
@@ -60,6 +62,18 @@ class HostGroup:
         self.step = step
         self._progress.begin(step)
 
-    def explain_failure(self) -> str:
-        """Which ranks are missing, once a collective has failed; takes seconds."""
+    def explain_failure(self) -> tuple[str, bool]:
+        """Why a collective failed, which takes seconds, and whether that is a cause some rank has told."""
         return self._progress.explain(self.step)
+
+    @contextmanager
+    def telling_failures(self, step: int) -> Iterator[None]:
+        """Let the other ranks, which will miss this one in their next collective, know why it left."""
+        try:
+            yield
+        except ExchangeError:  # the others know
+            raise
+        except Exception as error:
+            if not isinstance(error, StopIteration):
+                self._progress.tell_cause(step, f"{type(error).__name__}: {error}")
+            raise

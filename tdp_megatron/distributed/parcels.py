@@ -13,10 +13,13 @@ from tdp_megatron import _C
 from tdp_megatron.distributed.token_form import TokenForm
 from tdp_megatron.distributed.wire import WireSchema
 from tdp_megatron.ops import PackTable
+from tdp_megatron.ops.buffer_pool import BufferPool
 from tdp_megatron.samples import FlatSamples
 from tdp_megatron.types import IGNORE_LABEL, Int64Array
 
 __all__ = ["GlobalSamples", "Parcel", "ParcelLayout", "SpanRequest"]
+
+_POOL = BufferPool(8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,8 +188,9 @@ class ParcelLayout:
             at_end = _join([p.at_end for p in parcels])
             # Inside a sample the next token lies behind the span; at its end it is the last label.
             counts = lengths + ~at_end
-            narrow = local.arrays["tokens"].astype(self.form.dtype)
-            _C.copy_spans(_as_bytes(narrow), begins * item, send, streams, counts * item)
+            narrow = _POOL.empty(int(local.offsets[-1]) * item, np.uint8)
+            _C.narrow_tokens(local.columns["tokens"], self.form.dtype_code, narrow)
+            _C.copy_spans(narrow, begins * item, send, streams, counts * item)
             ends = np.flatnonzero(at_end & (_join([p.follows for p in parcels]) > 0))
             labels = np.where(last_labels >= 0, last_labels, 0).astype(self.form.dtype)
             _C.copy_spans(
@@ -197,10 +201,10 @@ class ParcelLayout:
                 np.full(len(ends), item, dtype=np.int64),
             )
         if self.form.loss == "binary":
-            mask = local.arrays["loss_mask"].astype(np.uint8)
+            mask = local.joined("loss_mask").astype(np.uint8)
             _C.copy_spans(mask, begins, send, losses, lengths)
         for key, width in self.raw:
-            _C.copy_spans(_as_bytes(local.arrays[key]), begins * width, send, raws[key], lengths * width)
+            _C.copy_spans(_as_bytes(local.joined(key)), begins * width, send, raws[key], lengths * width)
 
     def unpack_tokens(
         self,
@@ -217,18 +221,22 @@ class ParcelLayout:
         lengths = _join([p.lengths for p in parcels])
         destinations = _join([p.destinations for p in parcels])
         if self.form.derived_labels:
+            starts = _join([p.starts for p in parcels])
             _C.gather_tokens(
                 received,
                 self.form.dtype_code,
                 streams,
                 lengths + _join([p.follows for p in parcels]),
                 np.arange(len(lengths) + 1, dtype=np.int64),
+                starts,
                 lengths,
                 destinations,
                 out["tokens"],
                 out["labels"],
                 out["loss_mask"],
+                None,
                 IGNORE_LABEL,
+                -1,
                 -1,
             )
         if self.form.loss == "binary":

@@ -31,25 +31,44 @@ class Progress:
         get_store = getattr(dist.distributed_c10d, "_get_default_store", None)
         store = None if get_store is None else get_store()
         self._store = None if store is None else PrefixStore(f"tdp_megatron/{name}", store)
+        self._told = 0
+        """Causes told and not yet taken back."""
 
     def begin(self, step: int) -> None:
-        """Note that this rank has begun a step."""
+        """Note that this rank has begun a step; a cause it told before is over, then."""
+        if self._told:
+            self._add_to_causes(-self._told)
+            self._told = 0
+            self._set("first_cause", "")
         self._set(f"begun/{self._rank}", str(step))
 
-    def explain(self, step: int) -> str:
-        """Note that this rank failed in ``step``, and say which ranks did not get there or vanished in it."""
+    def tell_cause(self, step: int, cause: str) -> None:
+        """Note why this rank cannot go on with ``step``; the first cause noted is the one all ranks are told."""
+        self._told += 1
+        if self._add_to_causes(1) == 1:
+            self._set("first_cause", f"rank {self._rank} failed in step {step}: {cause}")
+
+    def explain(self, step: int) -> tuple[str, bool]:
+        """Note that this rank failed in ``step``, and say why: the first cause, or who did not get there or vanished.
+
+        Returns:
+            The reason, and whether it is a cause some rank has told.
+        """
         self._set(f"failed/{self._rank}", str(step))
         if self._store is None:
-            return "which rank is missing is unknown"
+            return "which rank is missing is unknown", False
         deadline = time.monotonic() + _GRACE_SECONDS
         silent = list(range(self._count))
         while silent and time.monotonic() < deadline:
+            cause = self._get("first_cause")
+            if cause:
+                return cause, True
             silent = [r for r in silent if self._get(f"failed/{r}") is None]
             if silent:
                 time.sleep(_POLL_SECONDS)
         if not silent:
-            return "all ranks report the failure, so that the connection broke"
-        return "; ".join(self._describe(r, step) for r in silent)
+            return "all ranks report the failure, so that the connection broke", False
+        return "; ".join(self._describe(r, step) for r in silent), False
 
     def _describe(self, rank: int, step: int) -> str:
         begun = self._get(f"begun/{rank}")
@@ -58,6 +77,15 @@ class Progress:
         if int(begun) < step:
             return f"rank {rank} is missing: it began step {begun}, not step {step}"
         return f"rank {rank} vanished in step {begun}"
+
+    def _add_to_causes(self, count: int) -> int:
+        if self._store is None:
+            return 0
+        try:
+            return int(self._store.add("causes", count))
+        except RuntimeError:
+            self._store = None
+            return 0
 
     def _set(self, key: str, value: str) -> None:
         if self._store is None:

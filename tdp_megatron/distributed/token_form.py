@@ -6,23 +6,23 @@ bytes per token are enough where four keys take 28. All ranks must agree, so eac
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from tdp_megatron.types import IGNORE_LABEL, Int64Array
+from tdp_megatron.types import Int64Array
 
-__all__ = ["TokenForm", "describe_tokens"]
+__all__ = ["NOTHING_TO_SEND", "TokenForm"]
 
+# The bits of csrc/wire.h.
 _LABELS_FOLLOW = 1  # every label is the next token, wherever there is one
 _LABELS_FOLLOW_LOSS = 2  # the same where there is a loss; elsewhere there is no label
 _LOSS_IS_ONE = 4  # a loss wherever there is a label
 _LOSS_IS_BINARY = 8
 _POSITIONS_COUNT = 16
-_EVERYTHING = 31
+#: What a rank without samples says: anything is true of them.
+NOTHING_TO_SEND = 31
 
 #: Codes of the .idx format: uint16, int32, int64.
 _UINT16, _INT32, _INT64 = 8, 4, 5
@@ -52,7 +52,7 @@ class TokenForm:
         """The form that fits all ranks.
 
         Args:
-            bits: int64 [R], from ``describe_tokens``.
+            bits: int64 [R], from ``TokenFacts``; ``NOTHING_TO_SEND`` of a rank without samples.
             largest: int64 [R], largest token id of each rank, or a huge number where some are negative.
         """
         common = int(np.bitwise_and.reduce(bits))
@@ -81,56 +81,3 @@ class TokenForm:
         if key == "loss_mask":
             return self.loss == "raw"
         return not (key == "position_ids" and self.derived_positions)
-
-
-def describe_tokens(
-    arrays: Mapping[str, npt.NDArray[Any]], offsets: Int64Array
-) -> tuple[int, int, npt.NDArray[np.int64]]:
-    """What holds for one rank's samples.
-
-    Args:
-        arrays: per key, the samples one after the other.
-        offsets: int64 [n + 1], where each begins.
-
-    Returns:
-        Bits for ``TokenForm.agree``, the largest token id (2^62 where some are negative), and int64 [n] the label of
-        each sample's last token, ``IGNORE_LABEL`` where it has none.
-    """
-    count = len(offsets) - 1
-    if offsets[-1] == 0:
-        return _EVERYTHING, 0, np.full(count, IGNORE_LABEL, dtype=np.int64)
-    tokens, labels, loss = arrays["tokens"], arrays["labels"], arrays["loss_mask"]
-    ends = offsets[1:][offsets[1:] > offsets[:-1]] - 1
-    last = np.full(count, IGNORE_LABEL, dtype=np.int64)
-    last[offsets[1:] > offsets[:-1]] = labels[ends]
-    follows = np.ones(len(tokens), dtype=bool)
-    np.equal(labels[:-1], tokens[1:], out=follows[:-1])
-    follows[ends] = True
-    bits = 0
-    known_ends = bool(((last >= 0) | (last == IGNORE_LABEL)).all())
-    all_follow = bool(follows.all())
-    if known_ends and all_follow:
-        bits |= _LABELS_FOLLOW
-    absent = loss == 0
-    binary = bool((absent | (loss == 1)).all())
-    if known_ends:
-        fits = np.where(absent, labels == IGNORE_LABEL, follows)
-        fits[ends] = (labels[ends] == IGNORE_LABEL) | ~absent[ends]
-        if fits.all():
-            bits |= _LABELS_FOLLOW_LOSS
-    if binary:
-        bits |= _LOSS_IS_BINARY
-        expected = np.zeros(len(ends), dtype=bool)
-        np.equal(labels[ends], IGNORE_LABEL, out=expected)
-        without_ends = absent.copy()
-        without_ends[ends] = False
-        if not without_ends.any() and np.array_equal(absent[ends], expected):
-            bits |= _LOSS_IS_ONE
-    positions = arrays.get("position_ids")
-    if positions is None or np.array_equal(
-        positions, np.arange(len(tokens)) - np.repeat(offsets[:-1], np.diff(offsets))
-    ):
-        bits |= _POSITIONS_COUNT
-    least, largest = int(tokens.min()), int(tokens.max())
-    largest = max(largest, int(last.max(initial=0)))
-    return bits, (1 << 62) if least < 0 else largest, last

@@ -9,7 +9,7 @@ import pytest
 
 from tdp_megatron.distributed import DpCpGroups, Exchange
 from tdp_megatron.distributed.parcels import SpanRequest
-from tdp_megatron.distributed.token_form import TokenForm, describe_tokens
+from tdp_megatron.distributed.token_form import NOTHING_TO_SEND, TokenForm
 from tdp_megatron.ops import allocate_pack, build_pack_table
 from tdp_megatron.samples import block_from_items, read_block
 from tdp_megatron.schedule import schedule
@@ -126,17 +126,13 @@ def test_all_patterns_arrive(cp: int) -> None:
 
 
 def test_ranks_without_samples_and_mixed_ranks_agree() -> None:
-    none = describe_tokens({}, np.zeros(1, dtype=np.int64))
     plain = [all_samples("pretraining")[1], all_samples("masked turns")[2]]
-    bits = []
-    for sample in plain:
-        local = read_block(block_from_items([sample], 0, 0))
-        bits.append(describe_tokens(local.arrays, local.offsets))
-    alone = TokenForm.agree(np.array([bits[0][0], none[0]]), np.array([bits[0][1], none[1]]))
+    facts = [read_block(block_from_items([sample], 0, 0)).facts for sample in plain]
+    alone = TokenForm.agree(np.array([facts[0].bits, NOTHING_TO_SEND]), np.array([facts[0].largest, 0]))
     assert alone.derived_labels
     assert alone.loss == "derived"
     assert not alone.labels_need_loss
-    mixed = TokenForm.agree(np.array([b[0] for b in bits]), np.array([b[1] for b in bits]))
+    mixed = TokenForm.agree(np.array([f.bits for f in facts]), np.array([f.largest for f in facts]))
     assert mixed.derived_labels
     assert mixed.labels_need_loss
     assert mixed.loss == "binary"
