@@ -9,6 +9,7 @@ from tdp_megatron.ops.metadata import LossSpans, PackMetadata
 from tdp_megatron.ops.pack_table import PackTable, build_pack_table
 from tdp_megatron.ops.pads import DEFAULT_PADS, MEGATRON_PADS, PadRules
 from tdp_megatron.ops.partition import cp_partition_indices
+from tdp_megatron.ops.scatter_back import scatter_back
 from tdp_megatron.ops.views import PackedSeqParams
 
 __all__ = [
@@ -28,4 +29,5 @@ __all__ = [
     "gather_pack",
     "pack",
     "packed_batches",
+    "scatter_back",
 ]
