@@ -111,28 +111,31 @@ class HybridCPDataLoaderWrapper:
         )
         if samples.ended or local is None:
             raise StopIteration
-        plan = schedule(samples.seqlens, self._layout, algorithm=self.algorithm)
-        wanted = [_samples_of_rank(plan, r) for r in range(self._exchange.num_ranks)]
-        mine = wanted[self.groups.rank]
-        lengths = samples.seqlens[mine]
-        out = {
-            key: np.zeros((int(lengths.sum()), *shape), dtype=dtype)
-            for key, (dtype, shape) in self._exchange.token_keys.items()
-        }
-        if "position_ids" in out:
-            out["position_ids"][:] = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-        requests = [SpanRequest.whole(ids, samples.seqlens[ids]) for ids in wanted]
-        values = self._exchange.transfer(self._step, requests, samples, local.flat, out)
-        tensors = {key: torch.from_numpy(array) for key, array in out.items()}
-        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
-        if device is not None:
-            tensors = {key: tensor.to(device, non_blocking=True) for key, tensor in tensors.items()}
-        begins = (np.cumsum(lengths) - lengths).tolist()
-        mapped: dict[int, dict[str, Any]] = {}
-        for i, begin, length in zip(mine.tolist(), begins, lengths.tolist(), strict=True):
-            mapped[i] = {key: tensor[begin : begin + length] for key, tensor in tensors.items()}
-            mapped[i].update(values[i])
-        return mapped, _groups_of(plan)
+        with self._exchange.host.telling_failures(self._step):
+            plan = schedule(samples.seqlens, self._layout, algorithm=self.algorithm)
+            wanted = [_samples_of_rank(plan, r) for r in range(self._exchange.num_ranks)]
+            mine = wanted[self.groups.rank]
+            lengths = samples.seqlens[mine]
+            out = {
+                key: np.zeros((int(lengths.sum()), *shape), dtype=dtype)
+                for key, (dtype, shape) in self._exchange.token_keys.items()
+            }
+            if "position_ids" in out:
+                out["position_ids"][:] = np.arange(int(lengths.sum())) - np.repeat(
+                    np.cumsum(lengths) - lengths, lengths
+                )
+            requests = [SpanRequest.whole(ids, samples.seqlens[ids]) for ids in wanted]
+            values = self._exchange.transfer(self._step, requests, samples, local.flat, out)
+            tensors = {key: torch.from_numpy(array) for key, array in out.items()}
+            device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
+            if device is not None:
+                tensors = {key: tensor.to(device, non_blocking=True) for key, tensor in tensors.items()}
+            begins = (np.cumsum(lengths) - lengths).tolist()
+            mapped: dict[int, dict[str, Any]] = {}
+            for i, begin, length in zip(mine.tolist(), begins, lengths.tolist(), strict=True):
+                mapped[i] = {key: tensor[begin : begin + length] for key, tensor in tensors.items()}
+                mapped[i].update(values[i])
+            return mapped, _groups_of(plan)
 
     def state_dict(self) -> dict[str, Any]:
         """Steps given, and the data iterator's own state, if it has one."""

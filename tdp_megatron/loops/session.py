@@ -203,15 +203,16 @@ class PackingSession:
         )
         if samples.ended or local is None:
             raise StopIteration
-        plan = schedule(
-            samples.facts,
-            self.groups.layout,
-            mode="free",
-            algorithm=config.sequence_packing_scheduler,
-            **self._limits,
-        )
-        plan = dataclasses.replace(plan, seqlens=samples.seqlens)
-        _, buffers, values = exchange.run(step, plan, samples, local.flat)
+        with exchange.host.telling_failures(step):
+            plan = schedule(
+                samples.facts,
+                self.groups.layout,
+                mode="free",
+                algorithm=config.sequence_packing_scheduler,
+                **self._limits,
+            )
+            plan = dataclasses.replace(plan, seqlens=samples.seqlens)
+            _, buffers, values = exchange.run(step, plan, samples, local.flat)
         return StepBundle(plan, samples.refs, buffers, values)
 
     def _over_stages(self, bundle: StepBundle | None, error: Exception | None) -> StepBundle | None:

@@ -51,21 +51,25 @@ class GlobalBatch:
             pad_id: token id at pads.
             cp_group: process group of a block (first_rank, cp_size).
         """
-        values: Mapping[int, Mapping[str, Any]]
         if self.block is None:
             if self.exchange is None or self.samples is None or self.local is None:
                 raise ValueError("a global batch without a block needs an exchange and its samples")
-            if rank != self.exchange.host.rank:
-                raise ValueError(f"rank {rank} is not this process's rank {self.exchange.host.rank}")
-            table, buffers, values = self.exchange.run(self.index, self.plan, self.samples, self.local, pad_id=pad_id)
-        else:
-            table = build_pack_table(self.plan, rank)
-            specs = token_key_specs(self.block.readers)
-            buffers = allocate_pack(table, specs, pad_id=pad_id)
-            wanted = {key: buffers.arrays[key] for key in specs}
-            read_spans_by_reader(self.block, table.sample_ids, table.starts, table.lengths, table.destinations, wanted)
-            readers, ids = self.block.reader_index, self.block.sample_ids
-            values = {i: self.block.readers[int(readers[i])].sample_values(int(ids[i])) for i in table.held.tolist()}
+            host = self.exchange.host
+            if rank != host.rank:
+                raise ValueError(f"rank {rank} is not this process's rank {host.rank}")
+            values: Mapping[int, Mapping[str, Any]]
+            with host.telling_failures(self.index):
+                table, buffers, values = self.exchange.run(
+                    self.index, self.plan, self.samples, self.local, pad_id=pad_id
+                )
+                return packed_batches(self.plan, table, buffers, self.refs, values=values, cp_group=cp_group)
+        table = build_pack_table(self.plan, rank)
+        specs = token_key_specs(self.block.readers)
+        buffers = allocate_pack(table, specs, pad_id=pad_id)
+        wanted = {key: buffers.arrays[key] for key in specs}
+        read_spans_by_reader(self.block, table.sample_ids, table.starts, table.lengths, table.destinations, wanted)
+        readers, ids = self.block.reader_index, self.block.sample_ids
+        values = {i: self.block.readers[int(readers[i])].sample_values(int(ids[i])) for i in table.held.tolist()}
         return packed_batches(self.plan, table, buffers, self.refs, values=values, cp_group=cp_group)
 
 
@@ -249,7 +253,7 @@ class Pack(Node[GlobalBatch]):
                 has_more=lambda: len(draw_block(self.source, 1, 0, 0)) > 0,
             )
         self._finish(len(samples))
-        with self.stats.working():
+        with self.stats.working(), exchange.host.telling_failures(self._position):
             return GlobalBatch(
                 index=self._position,
                 plan=self._plan(samples.seqlens),

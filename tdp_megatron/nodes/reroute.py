@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 from torchdata.nodes import BaseNode
 
-from tdp_megatron.distributed import DpCpGroups, require_equal, sum_int64
+from tdp_megatron.distributed import DpCpGroups, HostGroup, require_equal, sum_int64
 from tdp_megatron.errors import TdpError
 from tdp_megatron.nodes.base import Node
 from tdp_megatron.nodes.pack import GlobalBatch
+from tdp_megatron.nodes.shard import Shard
 from tdp_megatron.types import PackedBatch, Step
 
 __all__ = ["Reroute"]
@@ -28,7 +32,8 @@ class Reroute(Node[Step]):
         groups: process groups; needed with more than one rank where batches must carry their CP group, where the
             loss tokens depend on content, and for ``agree_every``.
         pad_id: token id at pads.
-        agree_every: compare the plans of all ranks every this many steps; 0 for never.
+        agree_every: every this many steps, compare what all ranks must have alike: the plan, the samples, and with
+            shards the configuration of the order they deal out; 0 for never.
 
     Raises:
         ValueError: a bad argument.
@@ -69,10 +74,12 @@ class Reroute(Node[Step]):
         return {self.SOURCE_KEY: self.source.state_dict()}
 
     def _next(self) -> Step:
-        with self.stats.waiting():
-            batch = next(self.source)
-        with self.stats.working():
-            step = self._step(batch)
+        telling = nullcontext() if self.groups is None else self.groups.data.telling_failures(self._position)
+        with telling:
+            with self.stats.waiting():
+                batch = next(self.source)
+            with self.stats.working():
+                step = self._step(batch)
         self._position = step.index + 1
         held = sum(b.num_tokens for b in step.batches)
         self.stats.items += 1
@@ -97,7 +104,8 @@ class Reroute(Node[Step]):
 
     def _step(self, batch: GlobalBatch) -> Step:
         if self.agree_every and self.groups is not None and batch.index % self.agree_every == 0:
-            require_equal(self.groups.data, batch.plan.digest(), f"the plan of step {batch.index}")
+            host = _begun(self.groups.data, batch)
+            require_equal(host, self._digest(batch), f"the plan or the order of the samples of step {batch.index}")
         if self.groups is None:
             batches = batch.pack(self.rank, pad_id=self.pad_id)
         else:
@@ -115,6 +123,18 @@ class Reroute(Node[Step]):
             source_counts=dict(zip(datasets.tolist(), counts.tolist(), strict=True)),
         )
 
+    def _digest(self, batch: GlobalBatch) -> str:
+        """SHA-256 of what the ranks must agree on: the plan, the samples in it, and the order that shards deal out."""
+        digest = hashlib.sha256(bytes.fromhex(batch.plan.digest()))
+        # Samples of one length make equal plans in any order.
+        digest.update(np.ascontiguousarray(batch.refs).tobytes())
+        node: object = self.source
+        while isinstance(node, BaseNode) and not isinstance(node, Shard):
+            node = getattr(node, "source", None)
+        if isinstance(node, Shard):
+            digest.update(json.dumps(node.state_dict(), sort_keys=True).encode())
+        return digest.hexdigest()
+
     def _loss_tokens(self, batch: GlobalBatch, batches: tuple[PackedBatch, ...]) -> int:
         if (batch.num_loss_tokens >= 0).all():
             return int(batch.num_loss_tokens.sum())
@@ -127,4 +147,11 @@ class Reroute(Node[Step]):
                 "the number of loss tokens depends on the content (eod_mask_loss), which no rank reads as a whole; "
                 "give Reroute its groups"
             )
-        return sum_int64(self.groups.data, mine, f"step {batch.index}: counting loss tokens")
+        return sum_int64(_begun(self.groups.data, batch), mine, f"step {batch.index}: counting loss tokens")
+
+
+def _begun(host: HostGroup, batch: GlobalBatch) -> HostGroup:
+    """The group, told that this rank has come to this step; an exchange has told it already."""
+    if batch.exchange is None or batch.exchange.host is not host:
+        host.begin_step(batch.index)
+    return host

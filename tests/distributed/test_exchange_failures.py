@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
 import os
+import signal
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -12,10 +15,11 @@ import torch
 import torch.distributed as dist
 from torchdata.nodes import IterableWrapper
 
-from tdp_megatron.distributed import DpCpGroups, Exchange, require_equal
+from tdp_megatron.distributed import DpCpGroups, Exchange, HostGroup, require_equal, sum_int64
 from tdp_megatron.errors import ExchangeError, ScheduleError
-from tdp_megatron.nodes import Pack, Reroute
-from tdp_megatron.testing import RankFailure, run_ranks
+from tdp_megatron.nodes import DocumentSample, IndexedRead, Pack, Reroute, Shard
+from tdp_megatron.nodes import pack as pack_module
+from tdp_megatron.testing import RankFailure, run_ranks, write_corpus
 from tdp_megatron.types import ParallelLayout
 
 pytestmark = pytest.mark.distributed
@@ -181,3 +185,162 @@ def test_batch_that_does_not_divide_names_the_nearest_sizes() -> None:
     for text in run_ranks(body, 3):
         assert "8 is not divisible by the 3 ranks" in text
         assert "6, 9" in text
+
+
+# One rank fails where the others cannot know it: between two collectives.
+
+
+def walk(source: Any, *, exchange: bool, timeout_s: float = 1.5, agree_every: int = 0, before: Any = None) -> str:
+    """The error that ends a walk over two ranks; ``before(step, groups, pack)`` is called before each step."""
+    layout = ParallelLayout(2, 1, 64)
+    groups = DpCpGroups.create(layout, timeout_s=timeout_s)
+    pack = Pack(source, layout, global_batch_size=4, exchange=Exchange(groups) if exchange else None)
+    root = Reroute(pack, groups=groups, agree_every=agree_every)
+    root.reset(None)
+    for step in itertools.count():
+        try:
+            if before is not None:
+                before(step, groups, pack)
+            next(root)
+        except StopIteration:
+            return f"{step} steps"
+        except (ExchangeError, MemoryError) as error:
+            return f"{type(error).__name__}: {error}"
+    raise AssertionError
+
+
+def out_of_memory(*arguments: Any, **options: Any) -> Any:
+    raise MemoryError("no room for the plan")
+
+
+@pytest.mark.parametrize(
+    ("where", "seen_in"),
+    [("plan", "step 2: exchanging samples"), ("exchange", "step 2: exchanging samples"), ("pack", "step 3: gathering")],
+)
+def test_a_rank_that_fails_alone_is_named_with_its_cause(where: str, seen_in: str) -> None:
+    def body(rank: int, world: int) -> str:
+        def before(step: int, groups: DpCpGroups, pack: Pack) -> None:
+            if rank == 1 and step == 2:
+                if where == "plan":
+                    pack._plan = out_of_memory  # type: ignore[method-assign]
+                elif where == "exchange":
+                    pack.exchange.transfer = out_of_memory  # type: ignore[method-assign, union-attr]
+                else:
+                    pack_module.packed_batches = out_of_memory  # type: ignore[attr-defined]
+
+        return walk(IterableWrapper(Samples(20)), exchange=True, before=before)
+
+    first, second = run_ranks(body, 2, timeout_s=20)
+    assert second == "MemoryError: no room for the plan"
+    assert first.startswith(f"ExchangeError: {seen_in}")
+    assert first.endswith("did not complete within 1.5 s: rank 1 failed in step 2: MemoryError: no room for the plan")
+
+
+def test_a_cause_is_forgotten_when_the_rank_goes_on() -> None:
+    """All ranks pass over a bad step; what happens later is not put down to it."""
+
+    def body(rank: int, world: int) -> str:
+        host = HostGroup([0, 1], 1.5)
+        with pytest.raises(ValueError, match="bad step"), host.telling_failures(0):
+            raise ValueError("bad step")
+        sum_int64(host, 1, "both have told")
+        host.begin_step(1)
+        sum_int64(host, 1, "both go on")
+        if rank == 1:
+            time.sleep(5.5)
+            return ""
+        with pytest.raises(ExchangeError) as caught:
+            sum_int64(host, 1, "step 1: summing")
+        return str(caught.value)
+
+    first, _ = run_ranks(body, 2, timeout_s=20)
+    assert "step 1: summing did not complete within 1.5 s: rank 1 vanished in step 1" in first
+
+
+def test_a_rank_killed_after_the_exchange_is_named() -> None:
+    def body(rank: int, world: int) -> str:
+        def before(step: int, groups: DpCpGroups, pack: Pack) -> None:
+            if rank == 1 and step == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        return walk(IterableWrapper(Samples(20)), exchange=True, before=before)
+
+    first, second = run_ranks(body, 2, timeout_s=20, return_failures=True)
+    assert isinstance(second, RankFailure)
+    assert second.error_type == "ProcessDied"
+    assert "step 2: gathering lengths" in first
+    assert "rank 1 is missing: it began step 1, not step 2" in first
+
+
+@pytest.fixture(scope="module")
+def equal_documents(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Documents of one length, so that every order of them makes the same plans."""
+    return write_corpus(tmp_path_factory.mktemp("equal") / "d", [[i, i, i, i] for i in range(40)])
+
+
+def documents(prefix: str, seed: int = 1) -> DocumentSample:
+    return DocumentSample(IndexedRead(prefix), max_seqlen=8, seed=seed)
+
+
+@pytest.mark.parametrize("exchange", [False, True])
+def test_ranks_with_different_seeds_are_an_error(equal_documents: str, exchange: bool) -> None:
+    def body(rank: int, world: int, seed_of_rank_1: int) -> str:
+        source: Any = documents(equal_documents, seed_of_rank_1 if rank else 1)
+        if exchange:
+            source = Shard(source, rank=rank, num_ranks=world)
+        return walk(source, exchange=exchange, agree_every=4, timeout_s=10)
+
+    assert run_ranks(body, 2, 1) == ["10 steps"] * 2
+    results = run_ranks(body, 2, 2)
+    assert len(set(results)) == 1
+    assert "the plan or the order of the samples of step 0 differs between ranks: ranks [1] disagree" in results[0]
+    assert "seed" in results[0]
+
+
+def test_a_plan_that_differs_later_is_found_at_the_next_comparison(equal_documents: str) -> None:
+    def body(rank: int, world: int) -> str:
+        def before(step: int, groups: DpCpGroups, pack: Pack) -> None:
+            if rank == 1 and step == 3:
+                pack.algorithm = "dp_balanced"
+
+        return walk(documents(equal_documents), exchange=False, agree_every=4, timeout_s=10, before=before)
+
+    results = run_ranks(body, 2)
+    assert len(set(results)) == 1
+    assert "of step 4 differs between ranks: ranks [1] disagree with rank 0" in results[0]
+
+
+@pytest.mark.parametrize("how", ["late", "raises"])
+def test_without_an_exchange_a_missing_rank_is_named_at_the_next_comparison(equal_documents: str, how: str) -> None:
+    def body(rank: int, world: int) -> str:
+        def before(step: int, groups: DpCpGroups, pack: Pack) -> None:
+            if rank == 1 and step == 2:
+                if how == "late":
+                    time.sleep(5.5)  # past the deadline and the time the others take to find out who is missing
+                    raise MemoryError("woke up")
+                pack._plan = out_of_memory  # type: ignore[method-assign]
+
+        return walk(documents(equal_documents), exchange=False, agree_every=2, before=before)
+
+    first, _ = run_ranks(body, 2, timeout_s=20)
+    reason = "is missing: it began step 0, not step 2" if how == "late" else "failed in step 2: MemoryError: no room"
+    assert f"did not complete within 1.5 s: rank 1 {reason}" in first
+
+
+def test_a_disk_read_that_fails_once_is_tried_again(equal_documents: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    failures: list[int] = []
+    real = os.preadv
+
+    def failing_once(*arguments: Any) -> int:
+        if dist.get_rank() == 1 and not failures:
+            failures.append(1)
+            raise OSError(errno.EIO, "input/output error")
+        return real(*arguments)
+
+    monkeypatch.setattr(os, "preadv", failing_once)
+
+    def body(rank: int, world: int) -> Any:
+        source = DocumentSample(IndexedRead(equal_documents, mmap=False), max_seqlen=8)
+        return walk(source, exchange=False, agree_every=1, timeout_s=10), len(failures)
+
+    assert run_ranks(body, 2) == [("10 steps", 0), ("10 steps", 1)]
