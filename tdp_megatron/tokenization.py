@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import logging
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -20,6 +21,8 @@ from tdp_megatron.errors import FormatError, TdpError
 
 __all__ = ["BYTES", "ByteTokenizer", "Tokenizer", "load_tokenizer"]
 
+logger = logging.getLogger(__name__)
+
 Int64Array: TypeAlias = npt.NDArray[np.int64]
 
 #: The name of the built-in tokenizer.
@@ -27,6 +30,9 @@ BYTES = "bytes"
 
 # Tried in this order when the user names none.
 _EOD_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "<eod>", "<EOD>", "<|eod|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
+
+#: GPT-2's two files, under the names they come with.
+_VOCAB_AND_MERGES = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
 
 # The expressions these rank files were made with, as the tiktoken package and the model cards define them.
 _GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
@@ -138,9 +144,9 @@ class ByteTokenizer(Tokenizer):
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """A ``tokenizer.json`` of the tokenizers package."""
+    """A ``tokenizer.json`` of the tokenizers package, or GPT-2's pair of files: vocabulary and merges."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, merges_path: str | None = None) -> None:
         # Rust threads under our own processes would only fight for the same cores.
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
         try:
@@ -148,8 +154,13 @@ class HuggingFaceTokenizer(Tokenizer):
         except ImportError as error:
             raise _missing("tokenizers", path) from error
         try:
-            self._tokenizer = tokenizers.Tokenizer.from_file(path)
+            if merges_path is None:
+                self._tokenizer = tokenizers.Tokenizer.from_file(path)
+            else:
+                self._tokenizer = _byte_level_bpe(tokenizers, path, merges_path)
         except Exception as error:
+            if merges_path is not None:
+                raise FormatError(f"{path} and {merges_path}: no vocabulary and merges: {error}") from error
             raise FormatError(f"{path}: not a tokenizer.json the tokenizers package can read: {error}") from error
         # Files saved by training scripts often carry these; they would cut documents without a word.
         self._tokenizer.no_truncation()
@@ -176,6 +187,14 @@ class HuggingFaceTokenizer(Tokenizer):
         return _flatten([encoding.ids for encoding in encodings])
 
 
+def _byte_level_bpe(tokenizers: Any, vocab_path: str, merges_path: str) -> Any:
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE.from_file(vocab_path, merges_path))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    # The pair does not say which of its tokens are special.
+    tokenizer.add_special_tokens([token for token in _EOD_TOKENS if tokenizer.token_to_id(token) is not None])
+    return tokenizer
+
+
 class TiktokenTokenizer(Tokenizer):
     """A tiktoken rank file: lines of a base64 token and its rank."""
 
@@ -186,6 +205,11 @@ class TiktokenTokenizer(Tokenizer):
             raise _missing("tiktoken", path) from error
         ranks = _read_ranks(path)
         top = max(ranks.values()) + 1
+        if len(ranks) not in _TIKTOKEN_FAMILIES:
+            logger.warning(
+                "%s: %d ranks are of no known tokenizer; texts are split as for cl100k, <|endoftext|> is %d",
+                *(path, len(ranks), top),
+            )
         pattern, self._specials = _TIKTOKEN_FAMILIES.get(len(ranks), (_CL100K_PATTERN, {"<|endoftext|>": top}))
         self._vocab_size = max(top, max(self._specials.values()) + 1)
         self._encoding: Any = tiktoken.Encoding(
@@ -243,8 +267,8 @@ def load_tokenizer(path: str) -> Tokenizer:
     """Load a tokenizer; its kind is told from the content of the file.
 
     Args:
-        path: a ``tokenizer.json`` or a folder that holds one, a tiktoken rank file, a SentencePiece model, or
-            ``"bytes"`` for the built-in one.
+        path: a ``tokenizer.json``, a tiktoken rank file, a SentencePiece model, a folder that holds one of them or
+            GPT-2's two files, or ``"bytes"`` for the built-in one.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -257,7 +281,12 @@ def load_tokenizer(path: str) -> Tokenizer:
         inside = [os.path.join(path, name) for name in ("tokenizer.json", "tokenizer.model")]
         found = [name for name in inside if os.path.isfile(name)]
         if not found:
-            raise FileNotFoundError(f"{path}: the folder has neither tokenizer.json nor tokenizer.model")
+            for vocab, merges in _VOCAB_AND_MERGES:
+                pair = os.path.join(path, vocab), os.path.join(path, merges)
+                if all(os.path.isfile(name) for name in pair):
+                    return HuggingFaceTokenizer(*pair)
+            pairs = ", ".join(" with ".join(names) for names in _VOCAB_AND_MERGES)
+            raise FileNotFoundError(f"{path}: the folder has neither tokenizer.json nor tokenizer.model, nor {pairs}")
         path = found[0]
     if not os.path.exists(path):
         raise FileNotFoundError(f"tokenizer {path} does not exist; give a file, or {BYTES!r} for the built-in one")

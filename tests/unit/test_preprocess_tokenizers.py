@@ -119,6 +119,30 @@ def test_tiktoken_ids(folder: Path) -> None:
     assert (tokenizer.eod_id(), tokenizer.vocab_size) == (260, 261)
 
 
+def test_rank_file_of_no_known_tokenizer_is_told(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    load(folder, "small.tiktoken")
+    assert "260 ranks are of no known tokenizer" in caplog.text
+
+
+@pytest.mark.parametrize("names", [("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe")])
+def test_vocabulary_and_merges(folder: Path, tmp_path: Path, names: tuple[str, str]) -> None:
+    model = json.loads((folder / "tokenizer.json").read_text())["model"]
+    (tmp_path / names[0]).write_text(json.dumps(model["vocab"]))
+    (tmp_path / names[1]).write_text("#version: 0.2\n" + "".join(f"{a} {b}\n" for a, b in model["merges"]))
+    tokenizer, same = load_tokenizer(str(tmp_path)), load(folder, "tokenizer.json")
+    texts = [text for text in TEXTS if "<|" not in text]
+    for found, expected in zip(tokenizer.encode_batch(texts), same.encode_batch(texts), strict=True):
+        assert found.tolist() == expected.tolist()
+    assert tokenizer.eod_id() == same.eod_id()
+    assert tokenizer.eod_id() not in tokenizer.encode_batch(TEXTS)[0]
+    (tmp_path / names[1]).write_text("no such pieces\n")
+    with pytest.raises(FormatError, match=f"{names[0]} and .*{names[1]}: no vocabulary and merges"):
+        load_tokenizer(str(tmp_path))
+    (tmp_path / names[1]).unlink()
+    with pytest.raises(FileNotFoundError, match=r"nor vocab.json with merges.txt, encoder.json with vocab.bpe"):
+        load_tokenizer(str(tmp_path))
+
+
 def test_sentencepiece_ids(folder: Path) -> None:
     reference = sentencepiece.SentencePieceProcessor(model_file=str(folder / "sp.model"))
     tokenizer = load(folder, "sp.model")
