@@ -5,6 +5,7 @@ namespace tdp {
 void register_gather(pybind11::module_& m);
 void register_indices(pybind11::module_& m);
 void register_random(pybind11::module_& m);
+void register_schedule(pybind11::module_& m);
 }  // namespace tdp
 
 PYBIND11_MODULE(_C, m, pybind11::mod_gil_not_used()) {
@@ -12,4 +13,5 @@ PYBIND11_MODULE(_C, m, pybind11::mod_gil_not_used()) {
     tdp::register_indices(m);
     tdp::register_random(m);
     tdp::register_gather(m);
+    tdp::register_schedule(m);
 }
