@@ -51,6 +51,28 @@ py::tuple py_blend_continue(const Array<double>& weights, Array<int64_t>& counts
     return py::make_tuple(dataset, sample);
 }
 
+py::tuple py_blend_exhaustive(const Array<int64_t>& sizes) {
+    const int64_t k = size_1d(sizes, "sizes");
+    if (k == 0) throw std::invalid_argument("a blend needs at least one dataset");
+    const int64_t* size = sizes.data();
+    int64_t total = 0;
+    for (int64_t i = 0; i < k; ++i) {
+        if (size[i] < 0) throw std::invalid_argument("sizes[" + std::to_string(i) + "] is " + std::to_string(size[i]));
+        total += size[i];
+        if (size[i] >= int64_t{1} << 53 || total >= int64_t{1} << 53)
+            throw std::invalid_argument("the sizes sum to more than 2**53 samples");
+    }
+    auto dataset = empty<int32_t>({static_cast<py::ssize_t>(total)});
+    auto sample = empty<int64_t>({static_cast<py::ssize_t>(total)});
+    int32_t* d = dataset.mutable_data();
+    int64_t* s = sample.mutable_data();
+    {
+        py::gil_scoped_release release;
+        blend_exhaustive(size, k, total, d, s);
+    }
+    return py::make_tuple(dataset, sample);
+}
+
 }  // namespace
 
 void register_indices(py::module_& m) {
@@ -61,6 +83,8 @@ void register_indices(py::module_& m) {
     m.def("blend_continue", &py_blend_continue, py::arg("weights").noconvert(), py::arg("counts").noconvert(),
           py::arg("position"), py::arg("n"),
           "The next n draws of a blend: (dataset_index int32 [n], sample_index int64 [n]); counts is updated.");
+    m.def("blend_exhaustive", &py_blend_exhaustive, py::arg("sizes").noconvert(),
+          "Every sample of every dataset once: (dataset_index int32, sample_index int64), each [sum of sizes].");
 }
 
 }  // namespace tdp

@@ -1,24 +1,87 @@
 #include "blend.h"
 
 #include <algorithm>
+#include <vector>
+
+#include "deficit.h"
 
 namespace tdp {
 
-void blend_continue(const double* weights, int64_t k, int64_t* counts, int64_t position, int64_t n,
-                    int32_t* dataset_index, int64_t* sample_index) {
+namespace {
+
+// From this many datasets on the vectorised scan wins over the plain loop.
+constexpr int64_t kScanFrom = 28;
+
+// The scan keeps counts as doubles, which count exactly up to here.
+constexpr int64_t kExact = int64_t{1} << 53;
+
+inline double drawn_at(int64_t position) { return static_cast<double>(std::max<int64_t>(position, 1)); }
+
+void continue_plainly(const double* weights, int64_t k, int64_t* counts, int64_t position, int64_t n,
+                      int32_t* dataset_index, int64_t* sample_index) {
     for (int64_t j = 0; j < n; ++j) {
-        const double drawn = static_cast<double>(std::max<int64_t>(position + j, 1));
+        const double drawn = drawn_at(position + j);
         int64_t chosen = 0;
         double largest = weights[0] * drawn - static_cast<double>(counts[0]);
         for (int64_t i = 1; i < k; ++i) {
             const double deficit = weights[i] * drawn - static_cast<double>(counts[i]);
-            if (deficit > largest) {
-                largest = deficit;
-                chosen = i;
-            }
+            // Without a branch: which dataset is next is hard to predict.
+            const bool larger = deficit > largest;
+            largest = larger ? deficit : largest;
+            chosen = larger ? i : chosen;
         }
         dataset_index[j] = static_cast<int32_t>(chosen);
         sample_index[j] = counts[chosen]++;
+    }
+}
+
+struct Padded {
+    std::vector<double> weights, counts;
+
+    explicit Padded(int64_t k)
+        : weights((k + kDeficitLanes - 1) / kDeficitLanes * kDeficitLanes, 0.0), counts(weights.size(), kNeverChosen) {}
+
+    int64_t first_largest(int64_t position) const {
+        return largest_deficit(weights.data(), counts.data(), static_cast<int64_t>(weights.size()),
+                               drawn_at(position))
+            .index;
+    }
+};
+
+}  // namespace
+
+void blend_continue(const double* weights, int64_t k, int64_t* counts, int64_t position, int64_t n,
+                    int32_t* dataset_index, int64_t* sample_index) {
+    const bool exact = position + n < kExact && *std::max_element(counts, counts + k) < kExact - n;
+    // Copying into the padded arrays costs about as much as one plain step.
+    if (k < kScanFrom || n < 4 || !exact) {
+        continue_plainly(weights, k, counts, position, n, dataset_index, sample_index);
+        return;
+    }
+    Padded padded(k);
+    std::copy(weights, weights + k, padded.weights.begin());
+    std::copy(counts, counts + k, padded.counts.begin());
+    for (int64_t j = 0; j < n; ++j) {
+        const int64_t chosen = padded.first_largest(position + j);
+        padded.counts[chosen] += 1.0;
+        dataset_index[j] = static_cast<int32_t>(chosen);
+        sample_index[j] = counts[chosen]++;
+    }
+}
+
+void blend_exhaustive(const int64_t* sizes, int64_t k, int64_t total, int32_t* dataset_index, int64_t* sample_index) {
+    Padded padded(k);
+    for (int64_t i = 0; i < k; ++i) {
+        padded.weights[i] = static_cast<double>(sizes[i]) / static_cast<double>(total);
+        padded.counts[i] = sizes[i] ? 0.0 : kNeverChosen;
+    }
+    for (int64_t j = 0; j < total; ++j) {
+        const int64_t chosen = padded.first_largest(j);
+        double& count = padded.counts[chosen];
+        dataset_index[j] = static_cast<int32_t>(chosen);
+        sample_index[j] = static_cast<int64_t>(count);
+        count += 1.0;
+        if (count == static_cast<double>(sizes[chosen])) count = kNeverChosen;
     }
 }
 

@@ -13,4 +13,10 @@ namespace tdp {
 void blend_continue(const double* weights, int64_t k, int64_t* counts, int64_t position, int64_t n,
                     int32_t* dataset_index, int64_t* sample_index);
 
+// Draws every sample of every dataset once: weights sizes[i] / total, the same rule among datasets with samples left.
+//
+// sizes int64[k], none negative, their sum total < 2^53; dataset_index int32[total] and sample_index int64[total] are
+// written.
+void blend_exhaustive(const int64_t* sizes, int64_t k, int64_t total, int32_t* dataset_index, int64_t* sample_index);
+
 }  // namespace tdp

@@ -4,6 +4,7 @@
 namespace tdp {
 void register_gather(pybind11::module_& m);
 void register_indices(pybind11::module_& m);
+void register_pack(pybind11::module_& m);
 void register_random(pybind11::module_& m);
 void register_schedule(pybind11::module_& m);
 }  // namespace tdp
@@ -13,5 +14,6 @@ PYBIND11_MODULE(_C, m, pybind11::mod_gil_not_used()) {
     tdp::register_indices(m);
     tdp::register_random(m);
     tdp::register_gather(m);
+    tdp::register_pack(m);
     tdp::register_schedule(m);
 }

@@ -21,6 +21,7 @@ def build_sample_index(
 def blend_continue(
     weights: npt.NDArray[np.float64], counts: npt.NDArray[np.int64], position: int, n: int
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]: ...
+def blend_exhaustive(sizes: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]: ...
 def sample_pieces(
     lengths: npt.NDArray[np.int32],
     pointers: npt.NDArray[np.int64],
@@ -53,6 +54,29 @@ def copy_spans(
     target_offset: npt.NDArray[np.int64],
     num_bytes: npt.NDArray[np.int64],
 ) -> None: ...
+def pack(
+    rows: npt.NDArray[np.int64],
+    loss_edges: npt.NDArray[np.int64] | None,
+    tokens: npt.NDArray[np.uint8],
+    dtype_code: int,
+    labels: npt.NDArray[np.int64] | None,
+    loss_mask: npt.NDArray[np.float32] | None,
+    position_ids: npt.NDArray[np.int64] | None,
+    out_tokens: npt.NDArray[np.int64],
+    out_labels: npt.NDArray[np.int64],
+    out_loss_mask: npt.NDArray[np.float32],
+    out_position_ids: npt.NDArray[np.int64],
+    out_padding_mask: npt.NDArray[np.bool_],
+    out_document_id: npt.NDArray[np.int32],
+    pad_token: int,
+    pad_label: int,
+    ignore_label: int,
+    zero_positions: bool,
+) -> None: ...
+def pack_bytes(
+    rows: npt.NDArray[np.int64], source: npt.NDArray[np.uint8], width: int, out: npt.NDArray[np.uint8]
+) -> None: ...
+def cp_positions(cu_seqlens: npt.NDArray[Any], cp_size: int, cp_rank: int) -> npt.NDArray[np.int64]: ...
 
 class ScheduleInput:
     def __init__(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -9,6 +10,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from tdp_megatron import _C
 from tdp_megatron.types import IGNORE_LABEL, Int64Array, Sample, SampleBlock, SampleReader
 
 __all__ = ["FlatSamples", "MappingReader", "block_from_items", "read_block", "token_key_specs", "with_values"]
@@ -31,18 +33,13 @@ def _as_array(value: Any) -> npt.NDArray[Any]:
     return np.asarray(value)
 
 
-def _token_array(values: Mapping[str, Any], key: str, seqlen: int | None, name: str) -> npt.NDArray[Any]:
-    array = _as_array(values[key])
-    dtype = _DTYPES.get(key)
-    if dtype is not None:
-        if array.ndim != 1:
-            raise ValueError(f"{name}: {key} must have one dimension, has shape {array.shape}")
-        if dtype.kind == "i" and array.dtype.kind not in "iu":
-            raise TypeError(f"{name}: {key} must hold integers, has dtype {array.dtype}")
-        array = array.astype(dtype, copy=False)
-    if seqlen is not None and (array.ndim == 0 or array.shape[0] != seqlen):
-        raise ValueError(f"{name}: {key} has shape {array.shape}, the sample has {seqlen} tokens")
-    return np.ascontiguousarray(array)
+def _joined(values: Sequence[Any]) -> npt.NDArray[Any]:
+    """Values one after the other; torch joins its own tensors far faster than NumPy joins views of them."""
+    torch = sys.modules.get("torch")
+    if torch is not None and all(type(v) is torch.Tensor for v in values):
+        joined: npt.NDArray[Any] = torch.cat(list(values)).cpu().numpy()
+        return joined
+    return np.concatenate([_as_array(v) for v in values])
 
 
 #: Per-token keys with dtype and shape of one token's entry.
@@ -50,51 +47,97 @@ TokenKeySpecs: TypeAlias = Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]]
 
 
 class MappingReader:
-    """One user sample. ``labels`` and ``loss_mask`` may be missing: then every token predicts the next.
+    """User samples with the same keys, joined into one array per key.
+
+    ``labels`` and ``loss_mask`` may be missing: then every token predicts the next.
 
     Args:
-        values: ``tokens`` [S] and what else the sample has.
-        name: what error messages call it.
+        items: mappings with ``tokens`` [S] and what else the samples have; at least one.
+        names: what error messages call each of them.
+
+    Raises:
+        ValueError, TypeError: an item is not a sample; the message names it.
     """
 
-    def __init__(self, values: Mapping[str, Any], name: str) -> None:
-        if "tokens" not in values:
-            raise ValueError(f"{name} has no key 'tokens'; it has {sorted(map(str, values))}")
-        self._name = name
-        tokens = _token_array(values, "tokens", None, name)
-        self.seqlen = len(tokens)
-        self._tokens: dict[str, npt.NDArray[Any]] = {"tokens": tokens}
-        for key in STANDARD_TOKEN_KEYS[1:]:
-            if key in values:
-                self._tokens[key] = _token_array(values, key, self.seqlen, name)
-        if "labels" not in self._tokens:
-            self._tokens["labels"] = np.append(tokens[1:], IGNORE_LABEL)[: self.seqlen].astype(np.int64)
-        if "loss_mask" not in self._tokens:
-            self._tokens["loss_mask"] = (self._tokens["labels"] != IGNORE_LABEL).astype(np.float32)
-        self._values = {k: v for k, v in values.items() if k not in STANDARD_TOKEN_KEYS}
+    def __init__(self, items: Sequence[Mapping[str, Any]], names: Sequence[str]) -> None:
+        self._items = items
+        self._names = names
+        if "tokens" not in items[0]:
+            raise ValueError(f"{names[0]} has no key 'tokens'; it has {sorted(map(str, items[0]))}")
+        lengths = [np.shape(item["tokens"])[0] if len(np.shape(item["tokens"])) else 0 for item in items]
+        self.seqlens: Int64Array = np.array(lengths, dtype=np.int64)
+        """int64 [n], tokens of each sample."""
+        self.offsets: Int64Array = np.concatenate([[0], np.cumsum(self.seqlens)])
+        """int64 [n + 1], where each sample begins in the arrays."""
+        self.arrays: dict[str, npt.NDArray[Any]] = {}
+        """Per token key [sum of seqlens, ...]."""
+        for key in STANDARD_TOKEN_KEYS:
+            if key in items[0]:
+                self.arrays[key] = self._join(key)
+        tokens = self.arrays["tokens"]
+        ends = self.offsets[1:][self.seqlens > 0] - 1
+        if "labels" not in self.arrays:
+            labels = np.append(tokens[1:], IGNORE_LABEL)[: len(tokens)].astype(np.int64)
+            labels[ends] = IGNORE_LABEL
+            self.arrays["labels"] = labels
+        if "loss_mask" not in self.arrays:
+            self.arrays["loss_mask"] = (self.arrays["labels"] != IGNORE_LABEL).astype(np.float32)
+
+    def _join(self, key: str) -> npt.NDArray[Any]:
+        try:
+            joined = _joined([item[key] for item in self._items])
+        except (TypeError, ValueError, RuntimeError, KeyError):
+            self._complain(key)
+            raise
+        dtype = _DTYPES.get(key)
+        wrong = any(
+            len(shape := np.shape(item[key])) == 0 or shape[0] != n
+            for item, n in zip(self._items, self.seqlens.tolist(), strict=True)
+        )
+        if wrong or (dtype is not None and (joined.ndim != 1 or (dtype.kind == "i" and joined.dtype.kind not in "iu"))):
+            self._complain(key)
+        return np.ascontiguousarray(joined if dtype is None else joined.astype(dtype, copy=False))
+
+    def _complain(self, key: str) -> None:
+        """Raise for the first item whose ``key`` cannot be joined with the others, and say why."""
+        shapes = {np.shape(item[key])[1:] for item in self._items if key in item}
+        for item, name, n in zip(self._items, self._names, self.seqlens.tolist(), strict=True):
+            if key not in item:
+                raise ValueError(f"{name} has no key {key!r}")
+            array = _as_array(item[key])
+            dtype = _DTYPES.get(key)
+            if dtype is not None and array.ndim != 1:
+                raise ValueError(f"{name}: {key} must have one dimension, has shape {array.shape}")
+            if dtype is not None and dtype.kind == "i" and array.dtype.kind not in "iu":
+                raise TypeError(f"{name}: {key} must hold integers, has dtype {array.dtype}")
+            if array.ndim == 0 or array.shape[0] != n:
+                raise ValueError(f"{name}: {key} has shape {array.shape}, the sample has {n} tokens")
+        if len(shapes) > 1:
+            raise ValueError(f"key {key!r} has entries of different shapes per token: {sorted(shapes)}")
 
     def declare_token_keys(self, keys: Sequence[str]) -> None:
         """Treat user keys as per token: first dimension S, cut and packed like ``tokens``."""
         for key in keys:
-            if key in self._tokens:
+            if key in self.arrays:
                 continue
-            if key not in self._values:
-                raise ValueError(f"{self._name} has no key {key!r}, which token_keys names")
-            self._tokens[key] = _token_array(self._values, key, self.seqlen, self._name)
-            del self._values[key]
+            if key not in self._items[0]:
+                raise ValueError(f"{self._names[0]} has no key {key!r}, which token_keys names")
+            self.arrays[key] = self._join(key)
 
     @property
-    def num_loss_tokens(self) -> int:
-        """Positions with a loss."""
-        return int(np.count_nonzero(self._tokens["loss_mask"]))
+    def num_loss_tokens(self) -> Int64Array:
+        """int64 [n], positions with a loss."""
+        running = np.concatenate([[0], np.cumsum(self.arrays["loss_mask"] != 0, dtype=np.int64)])
+        counts: Int64Array = running[self.offsets[1:]] - running[self.offsets[:-1]]
+        return counts
 
     @property
     def token_keys(self) -> Mapping[str, np.dtype[Any]]:
-        return {key: array.dtype for key, array in self._tokens.items()}
+        return {key: array.dtype for key, array in self.arrays.items()}
 
     def token_shape(self, key: str) -> tuple[int, ...]:
         """Shape of one token's entry of ``key``; () for a plain number."""
-        return self._tokens[key].shape[1:]
+        return self.arrays[key].shape[1:]
 
     def read_spans(
         self,
@@ -104,13 +147,22 @@ class MappingReader:
         destinations: Int64Array,
         out: Mapping[str, npt.NDArray[Any]],
     ) -> None:
-        for start, length, at in zip(starts.tolist(), lengths.tolist(), destinations.tolist(), strict=True):
-            for key, array in out.items():
-                if key in self._tokens:
-                    array[at : at + length] = self._tokens[key][start : start + length]
+        begins = self.offsets[sample_ids] + starts
+        for key, array in out.items():
+            source = self.arrays.get(key)
+            if source is None or not len(sample_ids) or not source.size:
+                continue
+            width = source.dtype.itemsize * int(np.prod(source.shape[1:], dtype=np.int64))
+            _C.copy_spans(
+                source.reshape(-1).view(np.uint8),
+                begins * width,
+                array.reshape(-1).view(np.uint8),
+                destinations * width,
+                lengths * width,
+            )
 
     def sample_values(self, sample_id: int) -> Mapping[str, Any]:
-        return self._values
+        return {k: v for k, v in self._items[sample_id].items() if k not in self.arrays}
 
 
 def with_values(sample: Sample, **values: Any) -> Sample:
@@ -129,8 +181,8 @@ def with_values(sample: Sample, **values: Any) -> Sample:
     if "tokens" in values:
         for key in STANDARD_TOKEN_KEYS:
             kept.pop(key, None)
-    reader = MappingReader({**kept, **values}, f"sample {sample.ref}")
-    return Sample(reader, 0, reader.seqlen, sample.ref, reader.num_loss_tokens)
+    reader = MappingReader([{**kept, **values}], [f"sample {sample.ref}"])
+    return Sample(reader, 0, int(reader.seqlens[0]), sample.ref, int(reader.num_loss_tokens[0]))
 
 
 def block_from_items(items: Sequence[Any], dataset_id: int, first_number: int) -> SampleBlock:
@@ -138,34 +190,43 @@ def block_from_items(items: Sequence[Any], dataset_id: int, first_number: int) -
 
     Args:
         items: samples in order.
-        dataset_id: provenance of items that do not carry their own.
-        first_number: sample number of the first such item.
+        dataset_id: provenance of plain mappings, and what is added to the dataset ids of ``Sample``s.
+        first_number: sample number of the first item.
 
     Raises:
         TypeError: an item is not a mapping.
         ValueError: a mapping is not a sample; the message names it.
     """
+    n = len(items)
+    reader_index, sample_ids, seqlens, loss = (np.zeros(n, dtype=np.int64) for _ in range(4))
+    refs = np.stack([np.full(n, dataset_id, dtype=np.int64), np.arange(first_number, first_number + n)], axis=1)
     readers: list[SampleReader] = []
     index: dict[int, int] = {}
-    rows: list[tuple[int, int, int, int, int, int]] = []
+    plain: dict[frozenset[str], list[int]] = {}
     for i, item in enumerate(items):
         if isinstance(item, Sample):
-            reader, sample_id, ref = item.reader, item.sample_id, item.ref
-            seqlen, loss = item.seqlen, item.num_loss_tokens
+            if id(item.reader) not in index:
+                index[id(item.reader)] = len(readers)
+                readers.append(item.reader)
+            reader_index[i] = index[id(item.reader)]
+            sample_ids[i], seqlens[i], loss[i] = item.sample_id, item.seqlen, item.num_loss_tokens
+            refs[i] = dataset_id + item.ref[0], item.ref[1]
         elif isinstance(item, Mapping):
-            reader = MappingReader(item, f"sample {first_number + i} of source {dataset_id}")
-            sample_id, ref, seqlen, loss = 0, (dataset_id, first_number + i), reader.seqlen, reader.num_loss_tokens
+            plain.setdefault(frozenset(item), []).append(i)
         else:
             raise TypeError(
                 f"a source must yield mappings with a key 'tokens', source {dataset_id} gave {type(item).__name__}"
             )
-        if id(reader) not in index:
-            index[id(reader)] = len(readers)
-            readers.append(reader)
-        rows.append((index[id(reader)], sample_id, seqlen, loss, *ref))
-    table = np.array(rows, dtype=np.int64).reshape(len(rows), 6)
-    columns = [np.ascontiguousarray(table[:, c]) for c in range(4)]
-    return SampleBlock(tuple(readers), columns[0], columns[1], columns[2], columns[3], table[:, 4:].copy())
+    for places in plain.values():
+        reader = MappingReader(
+            [items[i] for i in places], [f"sample {first_number + i} of source {dataset_id}" for i in places]
+        )
+        reader_index[places] = len(readers)
+        readers.append(reader)
+        sample_ids[places] = np.arange(len(places))
+        seqlens[places] = reader.seqlens
+        loss[places] = reader.num_loss_tokens
+    return SampleBlock(tuple(readers), reader_index, sample_ids, seqlens, loss, refs)
 
 
 def token_key_specs(readers: Sequence[SampleReader]) -> dict[str, tuple[np.dtype[Any], tuple[int, ...]]]:
@@ -228,6 +289,13 @@ def read_spans_by_reader(
 
 def read_block(block: SampleBlock) -> FlatSamples:
     """Read all samples of a block."""
+    values = tuple(
+        block.readers[r].sample_values(i)
+        for r, i in zip(block.reader_index.tolist(), block.sample_ids.tolist(), strict=True)
+    )
+    only = block.readers[0] if len(block.readers) == 1 else None
+    if isinstance(only, MappingReader) and np.array_equal(block.sample_ids, np.arange(len(only.seqlens))):
+        return FlatSamples(block, token_key_specs(block.readers), only.offsets, only.arrays, values)  # it lies ready
     offsets = np.zeros(len(block) + 1, dtype=np.int64)
     np.cumsum(block.seqlens, out=offsets[1:])
     specs = token_key_specs(block.readers)
@@ -237,8 +305,4 @@ def read_block(block: SampleBlock) -> FlatSamples:
         arrays["position_ids"][:] = np.arange(size) - np.repeat(offsets[:-1], block.seqlens)
     everything = np.arange(len(block), dtype=np.int64)
     read_spans_by_reader(block, everything, np.zeros_like(everything), block.seqlens, offsets[:-1], arrays)
-    values = tuple(
-        block.readers[r].sample_values(i)
-        for r, i in zip(block.reader_index.tolist(), block.sample_ids.tolist(), strict=True)
-    )
     return FlatSamples(block, specs, offsets, arrays, values)

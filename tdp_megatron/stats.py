@@ -1,13 +1,15 @@
-"""Counters and timers that every node fills."""
+"""Counters and timers that every node fills, and writers for the usual tools."""
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
-__all__ = ["NodeStats"]
+__all__ = ["NodeStats", "flatten_stats", "prometheus_text", "write_tensorboard"]
 
 
 @dataclass(slots=True)
@@ -21,9 +23,32 @@ class NodeStats:
     wait_seconds: float = 0.0
     """Time spent waiting for the source."""
     work_seconds: float = 0.0
-    """Time spent in the node itself."""
+    """Time spent in the node itself, the source's included where it is not told apart."""
     queue_depth: int = 0
     """Items ready ahead of the consumer; only ``Prefetch`` has any."""
+    gauges: dict[str, tuple[float, int]] = field(default_factory=dict)
+    """Sum and number of observed values, by name."""
+    began: float = field(default_factory=time.perf_counter)
+
+    def observe(self, name: str, value: float) -> None:
+        """Count one value of a gauge, such as the imbalance of a plan."""
+        total, count = self.gauges.get(name, (0.0, 0))
+        self.gauges[name] = (total + value, count + 1)
+
+    def as_dict(self) -> dict[str, float]:
+        """Counters, rates over the node's life, and the means of the gauges."""
+        seconds = max(time.perf_counter() - self.began, 1e-9)
+        values: dict[str, float] = {
+            "items": self.items,
+            "tokens": self.tokens,
+            "items_per_second": self.items / seconds,
+            "tokens_per_second": self.tokens / seconds,
+            "wait_seconds": self.wait_seconds,
+            "work_seconds": self.work_seconds,
+            "queue_depth": self.queue_depth,
+        }
+        values.update({name: total / count for name, (total, count) in self.gauges.items()})
+        return values
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -42,3 +67,65 @@ class NodeStats:
             yield
         finally:
             self.work_seconds += time.perf_counter() - begin
+
+
+def flatten_stats(stats: Mapping[str, Any], separator: str = "/") -> dict[str, float]:
+    """The numbers of nested statistics by path; texts and missing values are left out.
+
+    Args:
+        stats: as ``Loader.stats()`` gives them.
+        separator: between the parts of a path.
+    """
+    flat: dict[str, float] = {}
+    for name, value in stats.items():
+        if isinstance(value, Mapping):
+            for inner, number in flatten_stats(value, separator).items():
+                flat[f"{name}{separator}{inner}"] = number
+        elif isinstance(value, (int, float)) and not isinstance(value, bool):
+            flat[str(name)] = value
+    return flat
+
+
+def write_tensorboard(writer: Any, stats: Mapping[str, Any], step: int, *, prefix: str = "data") -> None:
+    """Write every number as a scalar.
+
+    Args:
+        writer: a ``torch.utils.tensorboard.SummaryWriter``, or anything with ``add_scalar(tag, value, step)``.
+        stats: as ``Loader.stats()`` gives them.
+        step: training step.
+        prefix: of the tags.
+    """
+    for name, value in flatten_stats(stats).items():
+        writer.add_scalar(f"{prefix}/{name}", value, step)
+
+
+def prometheus_text(stats: Mapping[str, Any], *, prefix: str = "tdp", labels: Mapping[str, str] | None = None) -> str:
+    """Prometheus' text format, for a file the node exporter collects or for an HTTP handler.
+
+    Args:
+        stats: as ``Loader.stats()`` gives them.
+        prefix: of the metric names.
+        labels: put on every sample, such as ``{"rank": "3"}``.
+    """
+    pairs = ",".join(f'{key}="{_escaped(value)}"' for key, value in (labels or {}).items())
+    lines: list[str] = []
+    typed: set[str] = set()
+    for name, value in flatten_stats(stats).items():
+        *path, metric = name.split("/")
+        metric_name = re.sub(r"[^a-zA-Z0-9_:]", "_", f"{prefix}_{metric}")
+        if metric_name not in typed:
+            typed.add(metric_name)
+            lines.append(f"# TYPE {metric_name} gauge")
+        node = f'node="{_escaped("/".join(path))}"' if path else ""
+        inside = ",".join(part for part in (node, pairs) if part)
+        lines.append(f"{metric_name}{{{inside}}} {value}" if inside else f"{metric_name} {value}")
+    # One metric's samples stand together, as the format asks.
+    order = {
+        m: i for i, m in enumerate(dict.fromkeys(re.split(r"[ {]", line.removeprefix("# TYPE "))[0] for line in lines))
+    }
+    lines.sort(key=lambda line: order[re.split(r"[ {]", line.removeprefix("# TYPE "))[0]])
+    return "\n".join(lines) + "\n"
+
+
+def _escaped(value: str) -> str:
+    return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

@@ -172,7 +172,24 @@ def read_text_file(path: str) -> tuple[bytes, int]:
 
 
 def _blocks(path: str, size: int) -> Iterator[tuple[bytes, int]]:
-    """Decompressed blocks, never empty, and how much of the file on disk has been read."""
+    """Decompressed blocks, never empty, and how much of the file on disk has been read.
+
+    The first one is long enough for a byte order mark, where the file is.
+    """
+    start: tuple[bytes, int] | None = (b"", 0)
+    for block, disk in _raw_blocks(path, size):
+        if start is None:
+            yield block, disk
+            continue
+        start = (start[0] + block, disk)
+        if len(start[0]) >= len(UTF8_BOM):
+            yield start
+            start = None
+    if start is not None and start[0]:
+        yield start
+
+
+def _raw_blocks(path: str, size: int) -> Iterator[tuple[bytes, int]]:
     with open(path, "rb") as file:
         suffix = os.path.splitext(path.lower())[1]
         if suffix == ".gz":

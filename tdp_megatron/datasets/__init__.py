@@ -10,9 +10,11 @@ if TYPE_CHECKING:
     from tdp_megatron.datasets.blended import BlendedDataset
     from tdp_megatron.datasets.builder import BlendedMegatronDatasetBuilder
     from tdp_megatron.datasets.config import BlendedMegatronDatasetConfig, GPTDatasetConfig
+    from tdp_megatron.datasets.fim import GPTFIMDataset, GPTFIMDatasetConfig
     from tdp_megatron.datasets.gpt import GPTDataset
     from tdp_megatron.datasets.megatron_dataset import MegatronDataset
     from tdp_megatron.datasets.mock import MockGPTDataset
+    from tdp_megatron.datasets.sft import SFTDataset, SFTDatasetConfig
     from tdp_megatron.datasets.splits import Split
     from tdp_megatron.datasets.tokenizer_spec import TokenizerSpec
 
@@ -22,8 +24,12 @@ __all__ = [
     "BlendedMegatronDatasetConfig",
     "GPTDataset",
     "GPTDatasetConfig",
+    "GPTFIMDataset",
+    "GPTFIMDatasetConfig",
     "MegatronDataset",
     "MockGPTDataset",
+    "SFTDataset",
+    "SFTDatasetConfig",
     "Split",
     "TokenizerSpec",
     "blend_from_list",
@@ -36,8 +42,12 @@ _MODULES = {
     "BlendedMegatronDatasetConfig": "config",
     "GPTDataset": "gpt",
     "GPTDatasetConfig": "config",
+    "GPTFIMDataset": "fim",
+    "GPTFIMDatasetConfig": "fim",
     "MegatronDataset": "megatron_dataset",
     "MockGPTDataset": "mock",
+    "SFTDataset": "sft",
+    "SFTDatasetConfig": "sft",
     "Split": "splits",
     "TokenizerSpec": "tokenizer_spec",
     "blend_from_list": "blend",

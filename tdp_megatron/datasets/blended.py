@@ -27,14 +27,6 @@ _INDEX_NAMES = ("dataset_index", "dataset_sample_index")
 
 #: Dataset numbers are int16 in the cache.
 _MOST_DATASETS = np.iinfo(np.int16).max
-_DRAWS_AHEAD = 1 << 16
-
-
-def _draws(
-    weights: npt.NDArray[np.float64], size: int, active: npt.NDArray[np.int64]
-) -> tuple[npt.NDArray[np.int16], npt.NDArray[np.int64]]:
-    chosen, samples = _C.blend_continue(weights, np.zeros(len(weights), dtype=np.int64), 0, size)
-    return active[chosen].astype(np.int16), samples
 
 
 def sized_blend(weights: Sequence[float], size: int) -> tuple[npt.NDArray[np.int16], npt.NDArray[np.int64]]:
@@ -48,7 +40,9 @@ def sized_blend(weights: Sequence[float], size: int) -> tuple[npt.NDArray[np.int
         dataset numbers int16 [size], sample numbers int64 [size].
     """
     active = np.flatnonzero(np.asarray(weights) > 0)
-    return _draws(np.ascontiguousarray(np.asarray(weights, dtype=np.float64)[active]), size, active)
+    positive = np.ascontiguousarray(np.asarray(weights, dtype=np.float64)[active])
+    chosen, samples = _C.blend_continue(positive, np.zeros(len(positive), dtype=np.int64), 0, size)
+    return active[chosen].astype(np.int16), samples
 
 
 def exhaustive_blend(sizes: Sequence[int]) -> tuple[npt.NDArray[np.int16], npt.NDArray[np.int64]]:
@@ -60,27 +54,8 @@ def exhaustive_blend(sizes: Sequence[int]) -> tuple[npt.NDArray[np.int16], npt.N
     Returns:
         dataset numbers int16 [sum of sizes], sample numbers int64 [sum of sizes].
     """
-    total = int(sum(sizes))
-    left = np.array(sizes, dtype=np.int64)
-    weights = left / total
-    counts = np.zeros_like(left)
-    datasets = np.empty(total, dtype=np.int16)
-    samples = np.empty(total, dtype=np.int64)
-    position = 0
-    while position < total:
-        active = np.flatnonzero(counts < left)
-        # A dataset that is spent ends a round early: the more of them, the less is drawn ahead.
-        ahead = min(total - position, max(_DRAWS_AHEAD, (total - position) // (4 * len(active))))
-        chosen, numbers = _C.blend_continue(
-            np.ascontiguousarray(weights[active]), np.ascontiguousarray(counts[active]), position, ahead
-        )
-        last_samples = np.flatnonzero(numbers == left[active][chosen] - 1)
-        steps = int(last_samples[0]) + 1 if len(last_samples) else ahead
-        datasets[position : position + steps] = active[chosen[:steps]]
-        samples[position : position + steps] = numbers[:steps]
-        counts[active] += np.bincount(chosen[:steps], minlength=len(active))
-        position += steps
-    return datasets, samples
+    chosen, samples = _C.blend_exhaustive(np.array(sizes, dtype=np.int64))
+    return chosen.astype(np.int16), samples
 
 
 class BlendedDataset(torch.utils.data.Dataset[Any]):

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import numpy as np
 import torch.distributed as dist
 
 from tdp_megatron.datasets.blend import normalise_once, sizes_per_dataset
@@ -204,8 +203,7 @@ class BlendedMegatronDatasetBuilder:
                 continue
             indices = None
             if not self.config.fast_cache_load:
-                begin, end = bounds_of(entry, self.cls.numel_low_level_dataset(low_level))
-                indices = np.arange(begin, end, dtype=np.int32)
+                indices = range(*bounds_of(entry, self.cls.numel_low_level_dataset(low_level)))
             built.append(self.cls(low_level, prefix, indices, size, split, self.config))
         return built
 

@@ -95,9 +95,9 @@ def load_or_build(
     Raises:
         CacheError: the folder cannot be written, or what was written cannot be read back.
     """
-    with contextlib.suppress(FileNotFoundError, _UnusableError):
-        return _load(key, provenance, check_shape, check_content)
     try:
+        with contextlib.suppress(FileNotFoundError, _UnusableError):
+            return _load(key, provenance, check_shape, check_content)
         os.makedirs(key.folder, exist_ok=True)
         with _locked(key):
             try:
@@ -112,7 +112,7 @@ def load_or_build(
         raise CacheError(f"{key.path('')}: the index cache that was just written cannot be used: {why}") from None
     except OSError as error:
         raise CacheError(
-            f"cannot write the index cache {key.path('')}: {error}. Set path_to_cache to a folder with room that this "
+            f"cannot keep the index cache {key.path('')}: {error}. Set path_to_cache to a folder with room that this "
             "process may write, or to '' for indices without a cache"
         ) from error
 

@@ -41,7 +41,7 @@ class GPTDataset(MegatronDataset):
     Args:
         indexed_dataset: the sequences.
         dataset_path: prefix, part of the cache key.
-        indexed_indices: int32 [m], the sequences of this split; None for all.
+        indexed_indices: int32 [m], the sequences of this split; a range saves the array; None for all.
         num_samples: samples wanted, over as many epochs as that takes; None for one epoch.
         index_split: the split.
         config: everything else.
@@ -57,7 +57,7 @@ class GPTDataset(MegatronDataset):
         self,
         indexed_dataset: IndexedDataset,
         dataset_path: str | None,
-        indexed_indices: npt.NDArray[np.int32] | None,
+        indexed_indices: npt.NDArray[np.int32] | range | None,
         num_samples: int | None,
         index_split: Split,
         config: GPTDatasetConfig,
@@ -110,16 +110,11 @@ class GPTDataset(MegatronDataset):
     def _extra_token(self) -> int:
         return int(self.config.add_extra_token_to_sequence)
 
-    def _split_indices(self) -> npt.NDArray[np.int32]:
-        if self.indices is not None:
-            return self.indices
-        return np.arange(len(self.dataset.sequence_lengths), dtype=np.int32)
-
     def _build(self) -> Arrays:
         config = self.config
         built = build_gpt_indices(
             self.dataset.sequence_lengths,
-            self._split_indices(),
+            self.elements,
             sequence_length=config.sequence_length,
             num_samples=self.num_samples,
             random_seed=config.random_seed,
@@ -169,7 +164,7 @@ class GPTDataset(MegatronDataset):
     def _content_complaint(self, arrays: Arrays) -> str | None:
         """What is wrong with indices nobody vouches for: everything but the draws themselves is recomputed."""
         document_index, sample_index, shuffle_index = (arrays[name] for name in _INDEX_NAMES)
-        indices = self._split_indices()
+        indices = self.indices
         lengths = self.dataset.sequence_lengths
         tokens = int(lengths[indices].sum(dtype=np.int64))
         if not tokens:

@@ -84,7 +84,7 @@ class MegatronDataset(ABC, torch.utils.data.Dataset[Any]):
     Args:
         dataset: the low-level dataset.
         dataset_path: its prefix, None for mock data; part of the cache key.
-        indices: int32 [m], the elements of it that belong to this split; None for all.
+        indices: int32 [m], the elements of it that belong to this split; a range saves the array; None for all.
         num_samples: samples wanted; None for one epoch's.
         index_split: the split.
         config: everything else.
@@ -94,14 +94,14 @@ class MegatronDataset(ABC, torch.utils.data.Dataset[Any]):
         self,
         dataset: Any,
         dataset_path: str | None,
-        indices: npt.NDArray[np.int32] | None,
+        indices: npt.NDArray[np.int32] | range | None,
         num_samples: int | None,
         index_split: Split,
         config: BlendedMegatronDatasetConfig,
     ) -> None:
         self.dataset = dataset
         self.dataset_path = dataset_path
-        self.indices = indices
+        self._elements = indices
         self.num_samples = None if num_samples is None else int(num_samples)
         self.index_split = Split[index_split.name]
         self.config = config
@@ -114,6 +114,21 @@ class MegatronDataset(ABC, torch.utils.data.Dataset[Any]):
             identifiers[name] = getattr(config, name)
         self.unique_identifiers = identifiers
         self.unique_description, self.unique_description_hash = describe(identifiers)
+
+    @property
+    def elements(self) -> npt.NDArray[np.int32] | range:
+        """The elements of the low-level dataset in this split."""
+        if self._elements is None:
+            self._elements = range(self.numel_low_level_dataset(self.dataset))
+        return self._elements
+
+    @property
+    def indices(self) -> npt.NDArray[np.int32]:
+        """int32 [m], the elements of the low-level dataset in this split."""
+        elements = self.elements
+        if isinstance(elements, range):
+            return np.arange(elements.start, elements.stop, elements.step, dtype=np.int32)
+        return elements
 
     @property
     def label(self) -> str:

@@ -64,15 +64,28 @@ def parse_split(split: str) -> list[float]:
     return [number / total for number in numbers]
 
 
-def split_matrix(shares: Sequence[float]) -> SplitMatrix:
+def split_matrix(shares: Sequence[float], within: Sequence[float] | None = None) -> SplitMatrix:
     """Running sums of the shares: per split (begin, end), None where the split is empty.
 
     The first begin is the integer 0; Megatron's cache key depends on that.
+
+    Args:
+        shares: normalised, one per split.
+        within: other shares; each split is then what it has in common with the same split of these.
     """
-    bounds: list[float] = [0]
+    first, second = (_running_sums(vector) for vector in (shares, shares if within is None else within))
+    overlaps = (
+        (max(a, c), min(b, d))
+        for (a, b), (c, d) in zip(itertools.pairwise(first), itertools.pairwise(second), strict=True)
+    )
+    return tuple((begin, end) if end > begin else None for begin, end in overlaps)
+
+
+def _running_sums(shares: Sequence[float]) -> list[float]:
+    sums: list[float] = [0]
     for share in shares:
-        bounds.append(bounds[-1] + share)
-    return tuple((lo, hi) if hi > lo else None for lo, hi in itertools.pairwise(bounds))
+        sums.append(sums[-1] + share)
+    return sums
 
 
 def split_bounds(split: str, name: str, num_sequences: int) -> tuple[int, int]:

@@ -7,6 +7,8 @@ from tdp_megatron.nodes.blend import Blend
 from tdp_megatron.nodes.document_sample import DocumentSample
 from tdp_megatron.nodes.gpt_sample import GPTSample
 from tdp_megatron.nodes.indexed_read import IndexedRead
+from tdp_megatron.nodes.loader import Loader
+from tdp_megatron.nodes.look_ahead import LookAhead
 from tdp_megatron.nodes.pack import GlobalBatch, Pack
 from tdp_megatron.nodes.prefetch import Prefetch
 from tdp_megatron.nodes.reroute import Reroute
@@ -18,6 +20,8 @@ __all__ = [
     "GPTSample",
     "GlobalBatch",
     "IndexedRead",
+    "Loader",
+    "LookAhead",
     "Node",
     "Pack",
     "Prefetch",

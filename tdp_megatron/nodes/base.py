@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from torchdata.nodes import BaseNode
@@ -12,7 +14,7 @@ from tdp_megatron.samples import block_from_items
 from tdp_megatron.stats import NodeStats
 from tdp_megatron.types import Sample, SampleBlock
 
-__all__ = ["Node", "SampleSource", "draw_block", "leaf_count"]
+__all__ = ["ENDLESS", "Node", "SampleSource", "draw_block", "leaf_count", "skip_samples"]
 
 T = TypeVar("T")
 
@@ -37,6 +39,16 @@ class Node(BaseNode[T]):
         self._failure: Exception | None = None
         self._is_open = False
 
+    @property
+    def position(self) -> int:
+        """Items handed out (and passed over) since the beginning of the data."""
+        return self._position
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it has been reset once, so that its files are open."""
+        return self._is_open
+
     def fingerprint(self) -> dict[str, Any]:
         """What a saved state must agree with: JSON values that decide the order of the data, and nothing per rank."""
         raise NotImplementedError
@@ -58,22 +70,24 @@ class Node(BaseNode[T]):
     def reset(self, initial_state: dict[str, Any] | None = None) -> None:
         super().reset(initial_state)
         self._failure = None
-        try:
+        with self._latched():
             if not self._is_open:
                 self._open()
                 self._is_open = True
             position = 0 if initial_state is None else self._check(initial_state)
             self._restart(position, initial_state)
             self._position = position
-        except Exception as error:
-            self._failure = error
-            raise
 
     def next(self) -> T:
         if self._failure is not None:
             raise self._failure
-        try:
+        with self._latched():
             return self._next()
+
+    @contextmanager
+    def _latched(self) -> Iterator[None]:
+        try:
+            yield
         except Exception as error:  # the end of the data is final too, until reset
             self._failure = error
             raise
@@ -114,12 +128,45 @@ class Node(BaseNode[T]):
         return position
 
 
+#: ``SampleSource.num_remaining`` of a source without end.
+ENDLESS = sys.maxsize
+
+
 class SampleSource(Node[Sample]):
     """A node of samples that also hands them out in blocks; subclasses write ``_take``."""
 
     def _take(self, n: int) -> SampleBlock:
         """The next samples, ``n`` or as many as are left, from ``self._position`` on."""
         raise NotImplementedError
+
+    def num_remaining(self) -> int | None:
+        """Samples left: ``ENDLESS`` if there is no end, None if only reading on would tell."""
+        return None
+
+    def _skip(self, n: int) -> None:
+        """Pass over ``n`` samples; subclasses that can do it without drawing them do."""
+        self._take(n)
+
+    def skip_to(self, position: int) -> None:
+        """Go on with sample number ``position`` of this node; nothing is read.
+
+        Raises:
+            ValueError: it lies behind the present position, or beyond the end of the data.
+        """
+        if not self._is_open:
+            self.reset(None)
+        if position < self._position:
+            raise ValueError(
+                f"{type(self).__name__}: cannot go back from sample {self._position} to {position}; reset first"
+            )
+        remaining = self.num_remaining()
+        if remaining is not None and position - self._position > remaining:
+            raise ValueError(
+                f"{type(self).__name__}: sample {position} is beyond the end; {remaining} samples are left after "
+                f"{self._position}"
+            )
+        self._skip(position - self._position)
+        self._position = position
 
     @property
     def num_datasets(self) -> int:
@@ -141,12 +188,8 @@ class SampleSource(Node[Sample]):
                 n = 0
             else:
                 raise self._failure
-        try:
-            with self.stats.working():
-                block = self._take(n)
-        except Exception as error:
-            self._failure = error
-            raise
+        with self._latched(), self.stats.working():
+            block = self._take(n)
         self._position += len(block)
         self.stats.items += len(block)
         self.stats.tokens += int(block.seqlens.sum())
@@ -160,8 +203,13 @@ class SampleSource(Node[Sample]):
 
 
 def leaf_count(source: BaseNode[Any]) -> int:
-    """Dataset ids a source uses: its own word for it, 1 for a user's node."""
-    return source.num_datasets if isinstance(source, SampleSource) else 1
+    """Dataset ids a source uses: its own word for it; a user's node has those of its source, or one."""
+    while not isinstance(source, SampleSource):
+        inner = getattr(source, "source", None)
+        if not isinstance(inner, BaseNode):
+            return 1
+        source = inner
+    return source.num_datasets
 
 
 def draw_block(source: BaseNode[Any], n: int, dataset_id: int, number: int) -> SampleBlock:
@@ -170,7 +218,7 @@ def draw_block(source: BaseNode[Any], n: int, dataset_id: int, number: int) -> S
     Args:
         source: one of ours, asked for a block, or any node that yields samples or mappings.
         n: samples.
-        dataset_id: provenance of samples that bring none.
+        dataset_id: of plain mappings of a user's node; added to the dataset ids of the samples it passes on.
         number: how many have been drawn from it before.
     """
     if isinstance(source, SampleSource):
@@ -182,3 +230,15 @@ def draw_block(source: BaseNode[Any], n: int, dataset_id: int, number: int) -> S
         except StopIteration:
             break
     return block_from_items(items, dataset_id, number)
+
+
+def skip_samples(source: BaseNode[Any], n: int) -> None:
+    """Pass over the next ``n`` samples of any source: at once where it is ours, one by one where it is not."""
+    if isinstance(source, SampleSource):
+        source.skip_to(source.position + n)
+        return
+    for _ in range(n):
+        try:
+            next(source)
+        except StopIteration:
+            raise ValueError(f"{type(source).__name__} ended while {n} of its samples were passed over") from None

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -12,27 +13,50 @@ from torchdata.nodes import BaseNode
 
 from tdp_megatron import _C
 from tdp_megatron.datasets.blend import check_weights, normalise_weights
+from tdp_megatron.datasets.weights import WeightSchedule
 from tdp_megatron.errors import StateMismatchError, TdpError
-from tdp_megatron.nodes.base import SampleSource, draw_block, leaf_count
+from tdp_megatron.nodes.base import ENDLESS, SampleSource, draw_block, leaf_count, skip_samples
 from tdp_megatron.types import Int64Array, SampleBlock
 
-__all__ = ["Blend"]
+__all__ = ["Blend", "SourceReport", "Stop"]
 
 logger = logging.getLogger(__name__)
+
+#: What happens when a source has nothing left.
+Stop = Literal["first_exhausted", "all_exhausted", "cycle"]
+
+_SKIP_CHUNK = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class SourceReport:
+    """What one source has given to a blend."""
+
+    name: str
+    requested: float
+    """Its share by weight: now, where weights change."""
+    actual: float
+    """Its share of the samples drawn so far; 0 before the first."""
+    drawn: int
+    """Samples drawn."""
+    epochs: float | None
+    """How often its data has been used, where its size is known."""
 
 
 class Blend(SampleSource):
     """Draws each sample from the source that is furthest behind its share; a pure function of the sample number.
 
-    The k-th draw from a source is that source's k-th sample. Samples get dataset ids in the order of the sources
-    (a nested blend's sources are counted one by one).
+    The k-th draw from a source is that source's k-th sample: when weights change, each source goes on where it was.
+    Samples get dataset ids in the order of the sources (a nested blend's sources are counted one by one).
 
     Args:
         sources: nodes of samples: ours, or any that yields ``Sample``s or mappings with ``tokens``.
         weights: one per source, normalised here; None for equal shares; ``"by_size"`` for shares in proportion to
-            the samples of one epoch (our sources only). A source of weight 0 is never drawn from.
-        num_samples: samples in all; None for as many as the sources have. With a number, a source that ends early
-            is an error; with None it ends the blend.
+            the samples of one epoch (our sources only); or a ``WeightSchedule`` for weights that change over
+            training. A source of weight 0 is not drawn from.
+        num_samples: samples in all; None for as many as the sources have.
+        stop: when a source has nothing left, end (``first_exhausted``; an error if ``num_samples`` asks for more), go
+            on with the others (``all_exhausted``), or begin it again (``cycle``).
 
     Raises:
         ValueError, TypeError: bad weights; the message names the source and the value.
@@ -40,13 +64,16 @@ class Blend(SampleSource):
 
     SOURCES_KEY = "sources"
     COUNTS_KEY = "counts"
+    EXHAUSTED_KEY = "exhausted"
+    TARGETS_KEY = "targets"
 
     def __init__(
         self,
         sources: Sequence[BaseNode[Any]],
-        weights: Sequence[float] | Literal["by_size"] | None = None,
+        weights: Sequence[float] | Literal["by_size"] | WeightSchedule | None = None,
         *,
         num_samples: int | None = None,
+        stop: Stop = "first_exhausted",
     ) -> None:
         super().__init__()
         self.sources = list(sources)
@@ -54,17 +81,24 @@ class Blend(SampleSource):
             raise ValueError("a blend needs at least one source")
         if num_samples is not None and num_samples < 1:
             raise ValueError(f"num_samples must be at least 1 or None, got {num_samples}")
-        if isinstance(weights, str):
+        if stop not in get_args(Stop):
+            raise ValueError(f"stop must be one of {', '.join(get_args(Stop))}, got {stop!r}")
+        self.schedule = weights if isinstance(weights, WeightSchedule) else None
+        self.weights: list[float] | None = None
+        if isinstance(weights, WeightSchedule):
+            if weights.num_sources != len(self.sources):
+                raise ValueError(f"{weights.num_sources} weights for {len(self.sources)} sources; give one per source")
+        elif isinstance(weights, str):
             if weights != "by_size":
                 raise ValueError(f"weights must be numbers, None or 'by_size', got {weights!r}")
             for i, source in enumerate(self.sources):
                 if not hasattr(source, "samples_per_epoch"):
                     raise TypeError(f"weights='by_size' needs sources of known size; {self._name(i)} has none")
-            self.weights: list[float] | None = None
         else:
             given = [1.0] * len(self.sources) if weights is None else list(weights)
             self.weights = check_weights(given, [self._name(i) for i in range(len(self.sources))])
         self.num_samples = num_samples
+        self.stop: Stop = stop
         self._offsets = np.cumsum([0] + [leaf_count(s) for s in self.sources])[:-1].tolist()
 
     def _name(self, index: int) -> str:
@@ -79,12 +113,31 @@ class Blend(SampleSource):
     @property
     def counts(self) -> Int64Array:
         """Samples drawn from each source so far, int64 [k]."""
-        counts = np.zeros(len(self.sources), dtype=np.int64)
-        counts[self._active] = self._counts
-        return counts
+        return self._counts.copy()
+
+    def report(self) -> list[SourceReport]:
+        """Requested and actual shares, draws and epochs of every source."""
+        if not self._is_open:
+            self.reset(None)
+        if self.schedule is not None:
+            requested = self.schedule.weights(self._at, self._at + 1)[0].tolist()
+        else:
+            requested = normalise_weights(self._resolved_weights()).tolist()
+        total = int(self._counts.sum())
+        reports = []
+        for i, source in enumerate(self.sources):
+            drawn = int(self._counts[i])
+            size = getattr(source, "samples_per_epoch", None)
+            reports.append(
+                SourceReport(
+                    self._name(i), requested[i], drawn / total if total else 0.0, drawn, drawn / size if size else None
+                )
+            )
+        return reports
 
     def fingerprint(self) -> dict[str, Any]:
-        return {"weights": self._resolved_weights(), "num_samples": self.num_samples, "sources": len(self.sources)}
+        weights = self._resolved_weights() if self.schedule is None else self.schedule.fingerprint()
+        return {"weights": weights, "num_samples": self.num_samples, "stop": self.stop, "sources": len(self.sources)}
 
     def _resolved_weights(self) -> list[float]:
         if self.weights is None:
@@ -95,86 +148,174 @@ class Blend(SampleSource):
         return self.weights
 
     def _open(self) -> None:
-        weights = self._resolved_weights()
-        # A source of weight 0 can tie with the others' deficits in the rule below, so it is not offered at all.
-        self._active = np.flatnonzero(np.array(weights) > 0)
-        skipped = [self._name(i) for i in range(len(weights)) if weights[i] == 0]
-        if skipped:
-            logger.warning("blend: no samples from sources of weight 0: %s", ", ".join(skipped))
-        self._normalised: npt.NDArray[np.float64] = normalise_weights([weights[i] for i in self._active])
+        self._normalised: npt.NDArray[np.float64] = np.zeros(0)
+        if self.schedule is None:
+            weights = self._resolved_weights()
+            self._normalised = normalise_weights(weights)
+            skipped = [self._name(i) for i in range(len(weights)) if weights[i] == 0]
+            if skipped:
+                logger.warning("blend: no samples from sources of weight 0: %s", ", ".join(skipped))
 
     def _restart(self, position: int, state: Mapping[str, Any] | None) -> None:
-        counts = np.zeros(len(self.sources), dtype=np.int64)
+        k = len(self.sources)
+        self._at = position
+        self._ended = False
+        self._counts: Int64Array = np.zeros(k, dtype=np.int64)
+        self._targets: npt.NDArray[np.float64] = np.zeros(k)
+        self._exhausted: set[int] = set()
         if state is None:
             for source in self.sources:
                 source.reset(None)
         else:
             states = state.get(self.SOURCES_KEY)
             saved = state.get(self.COUNTS_KEY)
-            if not isinstance(states, list) or not isinstance(saved, list) or len(states) != len(self.sources):
-                raise StateMismatchError(f"Blend: the saved state has no states of {len(self.sources)} sources")
-            counts[:] = saved
-            if int(counts.sum()) != position:
-                raise StateMismatchError(f"Blend: the counts sum to {int(counts.sum())}, the position is {position}")
+            if not isinstance(states, list) or not isinstance(saved, list) or len(states) != k:
+                raise StateMismatchError(f"Blend: the saved state has no states of {k} sources")
+            self._counts[:] = saved
+            self._exhausted = set(state.get(self.EXHAUSTED_KEY, []))
+            self._targets[:] = state.get(self.TARGETS_KEY, self._targets)
+            total = int(self._counts.sum())
+            if total != position:
+                raise StateMismatchError(f"Blend: the counts sum to {total}, the position is {position}")
             for source, source_state in zip(self.sources, states, strict=True):
                 source.reset(source_state)
-        self._counts: Int64Array = np.ascontiguousarray(counts[self._active])
+        self._set_active()
+
+    def _set_active(self) -> None:
+        # A source of weight 0 can tie with the others' deficits in the rule, so it is not offered at all.
+        positive = np.ones(len(self.sources), bool) if self.schedule is not None else self._normalised > 0
+        positive[list(self._exhausted)] = False
+        self._active = np.flatnonzero(positive)
 
     def _source_state(self) -> dict[str, Any]:
-        return {
-            self.COUNTS_KEY: [int(c) for c in self.counts],
+        state: dict[str, Any] = {
+            self.COUNTS_KEY: [int(c) for c in self._counts],
             self.SOURCES_KEY: [source.state_dict() for source in self.sources],
         }
+        if self.stop == "all_exhausted":
+            state[self.EXHAUSTED_KEY] = sorted(self._exhausted)
+        if self.schedule is not None:
+            state[self.TARGETS_KEY] = self._targets.tolist()
+        return state
+
+    def num_remaining(self) -> int | None:
+        lengths = [s.num_remaining() if isinstance(s, SampleSource) else None for s in self.sources]
+        if self.num_samples is not None:
+            return self.num_samples - self._at
+        endless = all(lengths[i] == ENDLESS for i in self._active) or self.stop == "cycle"
+        if endless and not self._ended and len(self._active):
+            return ENDLESS
+        return 0 if self._ended or not len(self._active) else None
 
     def _take(self, n: int) -> SampleBlock:
         if self.num_samples is not None:
-            n = min(n, self.num_samples - self._position)
-        if all(isinstance(self.sources[i], SampleSource) for i in self._active):
-            return self._draw(n)
-        # A user's node does not say how much it has left: one by one, nothing is drawn in vain.
-        blocks = []
-        for drawn in range(n):
-            block = self._draw(1, ahead=drawn)
-            if not len(block):
-                break
+            n = min(n, self.num_samples - self._at)
+        blocks: list[SampleBlock] = []
+        while n > 0 and not self._ended and len(self._active):
+            block, spent = self._draw(n)
+            n -= len(block)
             blocks.append(block)
+            if spent is not None:
+                self._source_ended(spent)
         return SampleBlock.concatenate(blocks)
 
-    def _draw(self, n: int, ahead: int = 0) -> SampleBlock:
-        position = self._position + ahead
+    def _skip(self, n: int) -> None:
+        lengths = [s.num_remaining() if isinstance(s, SampleSource) else None for s in self.sources]
+        if any(lengths[i] != ENDLESS for i in self._active):
+            # Where sources end, who gives which sample depends on it: go through the draws.
+            while n > 0:
+                block = self._take(min(n, _SKIP_CHUNK))
+                if not len(block):
+                    raise ValueError(f"the blend ends at sample {self._at}; {n} more were to be passed over")
+                n -= len(block)
+            return
         before = self._counts.copy()
-        choice, number = _C.blend_continue(self._normalised, self._counts, position, n)
-        blocks: list[SampleBlock] = []
-        places: list[Int64Array] = []
-        end = n
-        for k in range(len(self._active)):
-            place = np.flatnonzero(choice == k)
-            if not len(place):
-                continue
-            index = int(self._active[k])
-            with self.stats.waiting():
-                block = draw_block(self.sources[index], len(place), self._offsets[index], int(before[k]))
-            if len(block) < len(place):
-                self._complain(index, int(number[place[len(block)]]), position + int(place[len(block)]))
-                end = min(end, int(place[len(block)]))
-                place = place[: len(block)]
-            blocks.append(self._numbered(block, index))
-            places.append(place)
-        joined = SampleBlock.concatenate(blocks)
-        order = np.argsort(np.concatenate(places), kind="stable") if places else np.zeros(0, dtype=np.int64)
-        if end < n:
-            # The blend ends where the first source has nothing left; what the others gave beyond is not used.
-            self._counts[:] = before + np.bincount(choice[:end], minlength=len(before))
-            order = order[:end]
-        return joined.select(order)
+        while n > 0:
+            part = min(n, _SKIP_CHUNK)
+            _, _, self._counts, self._targets = self._choose(part)
+            self._at += part
+            n -= part
+        for i, source in enumerate(self.sources):
+            skip_samples(source, int(self._counts[i] - before[i]))
 
-    def _complain(self, index: int, drawn: int, position: int) -> None:
-        if self.num_samples is not None:
+    def _choose(self, n: int) -> tuple[Int64Array, Int64Array, Int64Array, npt.NDArray[np.float64]]:
+        """Sources of the next n samples and their running numbers, and counts and targets after them."""
+        active = self._active
+        counts = self._counts.copy()
+        if self.schedule is None:
+            mine = np.ascontiguousarray(counts[active])
+            choice, number = _C.blend_continue(np.ascontiguousarray(self._normalised[active]), mine, self._at, n)
+            counts[active] = mine
+            return active[choice], number, counts, self._targets
+        targets = self.schedule.targets(self._at, self._at + n, self._targets)
+        offered = np.zeros((n, len(self.sources)), dtype=bool)
+        offered[:, active] = self.schedule.weights(self._at, self._at + n)[:, active] > 0
+        offered[~offered.any(axis=1)] = np.isin(np.arange(len(self.sources)), active)
+        masked = np.where(offered, targets, -np.inf)
+        chosen = np.empty(n, dtype=np.int64)
+        number = np.empty(n, dtype=np.int64)
+        for j in range(n):
+            source = int(np.argmax(masked[j] - counts))
+            chosen[j] = source
+            number[j] = counts[source]
+            counts[source] += 1
+        return chosen, number, counts, targets[-1] if n else self._targets
+
+    def _draw(self, n: int) -> tuple[SampleBlock, int | None]:
+        """The next samples up to n, and the source that has none left for the sample after them, if that is so."""
+        lengths = [s.num_remaining() if isinstance(s, SampleSource) else None for s in self.sources]
+        if any(lengths[i] is None for i in self._active):
+            n = 1  # a source that cannot say what it has left: nothing may be drawn in vain
+        chosen, number, counts, targets = self._choose(n)
+        spent: int | None = None
+        end = n
+        for i in self._active.tolist():
+            length = lengths[i]
+            places = np.flatnonzero(chosen[:end] == i)
+            if length is not None and len(places) > length:
+                end, spent = int(places[length]), i
+        if end < n:
+            chosen, number, counts, targets = self._choose(end)
+        blocks: list[SampleBlock] = []
+        order: list[Int64Array] = []
+        for i in self._active.tolist():
+            places = np.flatnonzero(chosen == i)
+            if not len(places):
+                continue
+            with self.stats.waiting():
+                block = draw_block(self.sources[i], len(places), self._offsets[i], int(number[places[0]]))
+            if len(block) < len(places):  # only with n = 1
+                return SampleBlock.concatenate([]), i
+            blocks.append(self._numbered(block, i))
+            order.append(places)
+        self._counts, self._targets = counts, targets
+        self._at += end
+        joined = SampleBlock.concatenate(blocks)
+        by_place = np.argsort(np.concatenate(order), kind="stable") if order else np.zeros(0, dtype=np.int64)
+        return joined.select(by_place), spent
+
+    def _source_ended(self, index: int) -> None:
+        if self.stop == "cycle":
+            source = self.sources[index]
+            source.reset(None)
+            if isinstance(source, SampleSource) and source.num_remaining() == 0:
+                raise TdpError(f"source {self._name(index)} is empty; it cannot be cycled")
+            if self._restarted == (index, self._at):
+                raise TdpError(f"source {self._name(index)} gave nothing after it was begun again")
+            self._restarted = (index, self._at)
+        elif self.stop == "all_exhausted":
+            self._exhausted.add(index)
+            self._set_active()
+        elif self.num_samples is not None:
             raise TdpError(
-                f"source {self._name(index)} ended after {drawn} samples, at sample {position} of the "
-                f"{self.num_samples} the blend was asked for; let it repeat (num_epochs=None, or a larger "
-                "num_samples) or ask the blend for less"
+                f"source {self._name(index)} ended after {int(self._counts[index])} samples, at sample {self._at} of "
+                f"the {self.num_samples} the blend was asked for; let it repeat (num_epochs=None, a larger "
+                "num_samples, or stop='cycle') or ask the blend for less"
             )
+        else:
+            self._ended = True
+
+    _restarted: tuple[int, int] | None = None
 
     def _numbered(self, block: SampleBlock, index: int) -> SampleBlock:
         offset = self._offsets[index]

@@ -9,7 +9,7 @@ import numpy as np
 
 from tdp_megatron.datasets.documents import DocumentTable, Overflow, build_document_table, epoch_order
 from tdp_megatron.datasets.readers import RunReader
-from tdp_megatron.nodes.base import SampleSource
+from tdp_megatron.nodes.base import ENDLESS, SampleSource
 from tdp_megatron.nodes.indexed_read import IndexedRead
 from tdp_megatron.types import UNKNOWN_LOSS_TOKENS, Int64Array, SampleBlock
 
@@ -115,6 +115,14 @@ class DocumentSample(SampleSource):
         if self._order is None or self._order[0] != epoch:
             self._order = (epoch, epoch_order(len(self.table), self.seed, epoch, shuffle=self.shuffle))
         return self._order[1]
+
+    def num_remaining(self) -> int | None:
+        if self.num_epochs is None:
+            return ENDLESS
+        return self.num_epochs * len(self.table) - self._position
+
+    def _skip(self, n: int) -> None:
+        """The position is all there is."""
 
     def _take(self, n: int) -> SampleBlock:
         assert self._reader is not None

@@ -126,6 +126,12 @@ class GPTSample(SampleSource):
         if position > len(self):
             raise ValueError(f"{self.source.label}: position {position} is past the {len(self)} samples")
 
+    def num_remaining(self) -> int | None:
+        return len(self) - self._position
+
+    def _skip(self, n: int) -> None:
+        """The position is all there is."""
+
     def _take(self, n: int) -> SampleBlock:
         assert self._reader is not None
         indices = self._reader.indices

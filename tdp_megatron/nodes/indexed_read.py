@@ -81,6 +81,12 @@ class IndexedRead(SampleSource):
         if position > len(self._seqlens):
             raise ValueError(f"{self.label}: position {position} is past the {len(self._seqlens)} sequences")
 
+    def num_remaining(self) -> int | None:
+        return len(self._seqlens) - self._position
+
+    def _skip(self, n: int) -> None:
+        """The position is all there is."""
+
     def _take(self, n: int) -> SampleBlock:
         assert self._reader is not None
         ids: Int64Array = np.arange(self._position, min(self._position + n, len(self._seqlens)), dtype=np.int64)

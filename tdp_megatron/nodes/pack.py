@@ -10,10 +10,11 @@ import numpy as np
 from torchdata.nodes import BaseNode
 
 from tdp_megatron.distributed import Exchange, GlobalSamples
-from tdp_megatron.nodes.base import Node, draw_block
+from tdp_megatron.nodes.base import Node, draw_block, skip_samples
 from tdp_megatron.ops import allocate_pack, build_pack_table, packed_batches
 from tdp_megatron.samples import FlatSamples, MappingReader, read_block, read_spans_by_reader, token_key_specs
-from tdp_megatron.schedule import CostModel, Plan, schedule, validate
+from tdp_megatron.schedule import CostModel, Plan, imbalance, schedule, validate
+from tdp_megatron.schedule.api import DEFAULT_COST
 from tdp_megatron.types import Int64Array, PackedBatch, ParallelLayout, SampleBlock
 
 __all__ = ["GlobalBatch", "Pack"]
@@ -86,6 +87,10 @@ class Pack(Node[GlobalBatch]):
         drop_last: whether a last, smaller global batch is left out.
         token_keys: user keys that have one entry per token and are packed like ``tokens``.
         check_plans: validate every plan.
+        consumed_samples: where to begin when there is no saved state, such as Megatron's ``consumed_samples``; whole
+            global batches.
+        skip: global batches (begin, end) to leave out, such as a stretch that made the loss spike; nothing of them is
+            read, and the others keep their numbers.
         **limits: further arguments of ``schedule``, such as ``equal_count``.
 
     Raises:
@@ -106,6 +111,8 @@ class Pack(Node[GlobalBatch]):
         drop_last: bool = True,
         token_keys: Sequence[str] = (),
         check_plans: bool = False,
+        consumed_samples: int = 0,
+        skip: Sequence[tuple[int, int]] = (),
         **limits: Any,
     ) -> None:
         super().__init__()
@@ -124,8 +131,19 @@ class Pack(Node[GlobalBatch]):
                     f"global_batch_size {global_batch_size} is not divisible by the {ranks} ranks that read it; "
                     f"nearest valid sizes: {', '.join(nearest)}"
                 )
+        if consumed_samples < 0 or consumed_samples % global_batch_size:
+            lower = max(consumed_samples, 0) // global_batch_size * global_batch_size
+            raise ValueError(
+                f"consumed_samples {consumed_samples} is not a multiple of global_batch_size {global_batch_size}; "
+                f"nearest: {lower}, {lower + global_batch_size}"
+            )
+        for begin, end in skip:
+            if not 0 <= begin <= end:
+                raise ValueError(f"skip must hold (begin, end) with 0 <= begin <= end, got ({begin}, {end})")
         self.source = source
         self.layout = layout
+        self.consumed_samples = consumed_samples
+        self.skip = tuple(sorted((int(begin), int(end)) for begin, end in skip))
         self.global_batch_size = global_batch_size
         self.algorithm = algorithm
         self.cost = cost
@@ -145,8 +163,32 @@ class Pack(Node[GlobalBatch]):
         self._ended = False
         self.source.reset(None if state is None else state[self.SOURCE_KEY])
 
+    def reset(self, initial_state: dict[str, Any] | None = None) -> None:
+        super().reset(initial_state)
+        if initial_state is None and self.consumed_samples:
+            with self._latched():
+                self.skip_to(self.consumed_samples // self.global_batch_size)
+
     def _source_state(self) -> dict[str, Any]:
         return {self.SOURCE_KEY: self.source.state_dict()}
+
+    @property
+    def _share(self) -> int:
+        """Samples of a global batch that this rank's source gives."""
+        return self.global_batch_size // (1 if self.exchange is None else self.exchange.num_ranks)
+
+    def skip_to(self, step: int) -> None:
+        """Go on with global batch ``step``; nothing is read.
+
+        Raises:
+            ValueError: it lies behind the present position, or beyond the end of the data.
+        """
+        if not self._is_open:
+            self.reset(None)
+        if step < self._position:
+            raise ValueError(f"Pack: cannot go back from global batch {self._position} to {step}; reset first")
+        skip_samples(self.source, (step - self._position) * self._share)
+        self._position = step
 
     def _plan(self, seqlens: Int64Array) -> Plan:
         plan = schedule(seqlens, self.layout, self.cost, self.mode, self.algorithm, **self.limits)
@@ -157,8 +199,12 @@ class Pack(Node[GlobalBatch]):
     def _next(self) -> GlobalBatch:
         if self._ended:
             raise StopIteration
+        for begin, end in self.skip:
+            if begin <= self._position < end:
+                self.skip_to(end)
         batch = self._drawn() if self.exchange is None else self._exchanged(self.exchange)
         self._position += 1
+        self.stats.observe("imbalance", imbalance(batch.plan, self.cost or DEFAULT_COST))
         self.stats.items += 1
         self.stats.tokens += int(batch.seqlens.sum())
         return batch
@@ -185,7 +231,7 @@ class Pack(Node[GlobalBatch]):
             )
 
     def _exchanged(self, exchange: Exchange) -> GlobalBatch:
-        share = self.global_batch_size // exchange.num_ranks
+        share = self._share
         error: Exception | None = None
         local: FlatSamples | None = None
         with self.stats.waiting():

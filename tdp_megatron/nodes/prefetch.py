@@ -50,6 +50,27 @@ class Prefetch(BaseNode[T]):
         self.shutdown()
         self._failure = None
         self.source.reset(initial_state)
+        self._start()
+
+    def skip_to(self, step: int) -> None:
+        """Drop what has been read ahead and go on with step ``step`` of the source.
+
+        Raises:
+            TypeError: the source cannot skip.
+            ValueError: it lies behind the last step handed out, or beyond the end of the data.
+        """
+        if self._thread is None:
+            self.reset(None)
+        skip = getattr(self.source, "skip_to", None)
+        if skip is None:
+            raise TypeError(f"{type(self.source).__name__} cannot skip; it has no skip_to")
+        self.shutdown()
+        self._failure = None
+        self.source.reset(self._state)
+        skip(step)
+        self._start()
+
+    def _start(self) -> None:
         self._state: dict[str, Any] = self.source.state_dict()
         self._stop = threading.Event()
         self._queue: queue.Queue[tuple[T | None, dict[str, Any], Exception | None]] = queue.Queue(self.depth)

@@ -73,10 +73,27 @@ class Reroute(Node[Step]):
             batch = next(self.source)
         with self.stats.working():
             step = self._step(batch)
-        self._position += 1
+        self._position = step.index + 1
+        held = sum(b.num_tokens for b in step.batches)
         self.stats.items += 1
-        self.stats.tokens += sum(b.num_tokens for b in step.batches)
+        self.stats.tokens += held
+        self.stats.observe("padding", sum(int(b.padding_mask.count_nonzero()) for b in step.batches) / held)
         return step
+
+    def skip_to(self, step: int) -> None:
+        """Go on with global batch ``step``; nothing is read.
+
+        Raises:
+            TypeError: the source cannot skip.
+            ValueError: it lies behind the present position, or beyond the end of the data.
+        """
+        if not self._is_open:
+            self.reset(None)
+        skip = getattr(self.source, "skip_to", None)
+        if skip is None:
+            raise TypeError(f"{type(self.source).__name__} cannot skip; it has no skip_to")
+        skip(step)
+        self._position = step
 
     def _step(self, batch: GlobalBatch) -> Step:
         if self.agree_every and self.groups is not None and batch.index % self.agree_every == 0:

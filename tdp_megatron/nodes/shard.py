@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from torchdata.nodes import BaseNode
 
-from tdp_megatron.nodes.base import SampleSource, draw_block, leaf_count
+from tdp_megatron.nodes.base import ENDLESS, SampleSource, draw_block, leaf_count, skip_samples
 from tdp_megatron.types import SampleBlock
 
 __all__ = ["Shard"]
@@ -51,6 +51,17 @@ class Shard(SampleSource):
 
     def _source_state(self) -> dict[str, Any]:
         return {self.SOURCE_KEY: self.source.state_dict()}
+
+    def num_remaining(self) -> int | None:
+        source = self.source
+        left = source.num_remaining() if isinstance(source, SampleSource) else None
+        if left is None or left == ENDLESS:
+            return left
+        return max(0, -(-(left - self.rank) // self.num_ranks))
+
+    def _skip(self, n: int) -> None:
+        skip_samples(self.source, n * self.num_ranks)
+        self._drawn += n * self.num_ranks
 
     def _take(self, n: int) -> SampleBlock:
         with self.stats.waiting():

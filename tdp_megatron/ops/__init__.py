@@ -1,16 +1,29 @@
-"""From a plan and tokens to THD microbatches: pack tables, cu_seqlens, the CP partition."""
+"""From a plan and tokens to THD microbatches: gather, pack tables, cu_seqlens, the CP partition, and views."""
 
 from __future__ import annotations
 
-from tdp_megatron.ops.pack import PackBuffers, allocate_pack, packed_batches
+from tdp_megatron.ops.buffers import PackBuffers, PackedTensors, allocate_pack, packed_batches
+from tdp_megatron.ops.gather import gather_pack, pack
+from tdp_megatron.ops.metadata import LossSpans, PackMetadata
 from tdp_megatron.ops.pack_table import PackTable, build_pack_table
+from tdp_megatron.ops.pads import DEFAULT_PADS, MEGATRON_PADS, PadRules
 from tdp_megatron.ops.partition import cp_partition_indices
+from tdp_megatron.ops.views import PackedSeqParams
 
 __all__ = [
+    "DEFAULT_PADS",
+    "MEGATRON_PADS",
+    "LossSpans",
     "PackBuffers",
+    "PackMetadata",
     "PackTable",
+    "PackedSeqParams",
+    "PackedTensors",
+    "PadRules",
     "allocate_pack",
     "build_pack_table",
     "cp_partition_indices",
+    "gather_pack",
+    "pack",
     "packed_batches",
 ]

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tdp_megatron.ops.partition import cp_positions
+from tdp_megatron.ops.partition import cp_partition_indices
 from tdp_megatron.types import PackedBatch
 
 if TYPE_CHECKING:
@@ -39,7 +39,8 @@ def flex_block_mask(batch: PackedBatch, *, block_size: int = 128) -> BlockMask:
         q_position = kv_position = torch.arange(size, device=q_document.device, dtype=torch.int32)
     else:
         cu = batch.cu_seqlens_padded
-        every = torch.cat([cp_positions(cu, cp_size, rank, size) for rank in range(cp_size)])
+        total = size * cp_size
+        every = torch.cat([cp_partition_indices(cu, cp_size, rank, total_tokens=total) for rank in range(cp_size)])
         kv_position = every.to(torch.int32)
         kv_document = (torch.searchsorted(cu, kv_position, right=True) - 1).to(torch.int32)
         mine = slice(batch.cp_rank * size, (batch.cp_rank + 1) * size)

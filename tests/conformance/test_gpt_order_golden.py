@@ -93,6 +93,22 @@ def test_blend_draws(entry: dict[str, Any]) -> None:
         np.testing.assert_array_equal(np.concatenate([first[1], rest[1]]), golden[f"{key}/sample"])
 
 
+@pytest.mark.parametrize("case", list(enumerate(BLEND["exhaustive_sizes"])), ids=lambda c: f"ex{c[0]}")
+def test_exhaustive_blend_draws(case: tuple[int, list[int]]) -> None:
+    golden = np.load(DATA / "blending.npz")
+    number, sizes = case
+    datasets, samples = _C.blend_exhaustive(np.array(sizes, dtype=np.int64))
+    np.testing.assert_array_equal(datasets, golden[f"ex{number}/dataset"])
+    np.testing.assert_array_equal(samples, golden[f"ex{number}/sample"])
+
+
+def test_split_pairs() -> None:
+    pairs = json.loads((DATA / "splits.json").read_text())["pair"]
+    for first, second, expected in pairs:
+        assert [None if m is None else list(m) for m in split_matrix(first, second)] == expected
+    assert len(pairs) == 3
+
+
 @pytest.mark.parametrize("case", SPLIT_CASES, ids=lambda c: repr(c["split"]))
 def test_splits(case: dict[str, Any]) -> None:
     # Megatron reads "-1" as 1 and gives NaN for no numbers; both are refused here.

@@ -19,7 +19,7 @@ ARROWS: dict[str, set[str]] = {
     "errors": set(),
     "stats": set(),
     "types": {"ops"},  # the views of PackedBatch, imported when called
-    "samples": {"types"},
+    "samples": {"_C", "types"},
     "tokenization": {"errors"},
     "indexed": {"errors", "types"},
     "datasets": {"_C", "errors", "types", "samples", "indexed", "distributed"},

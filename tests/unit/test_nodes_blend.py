@@ -12,6 +12,7 @@ import torch
 from torchdata.nodes import IterableWrapper, Mapper
 
 from tdp_megatron.datasets.blend import normalise_weights
+from tdp_megatron.datasets.weights import CallableWeights, PiecewiseLinearWeights
 from tdp_megatron.errors import StateMismatchError, TdpError
 from tdp_megatron.nodes import Blend, DocumentSample, IndexedRead
 from tdp_megatron.samples import with_values
@@ -168,3 +169,157 @@ def test_a_state_that_does_not_add_up_is_refused(prefixes: list[str]) -> None:
         Blend([documents(p) for p in prefixes], [1, 2, 3]).reset(state)
     with pytest.raises(StateMismatchError, match="no states of 3 sources"):
         Blend([documents(p) for p in prefixes]).reset({**state, "sources": []})
+
+
+# Weights that change over training
+
+
+def ramp(n: int) -> list[float]:
+    return [1.0, 1.0] if n < 40 else [2.0, 1.0]
+
+
+def test_changed_weights_go_on_at_each_sources_own_place(tmp_path: Path) -> None:
+    """100 documents each, 1:1 for 40 samples, then 2:1: nothing repeats before its epoch ends, nothing is lost."""
+    pair = [write_corpus(tmp_path / f"p{i}", [[i, j, 7] for j in range(100)]) for i in (0, 1)]
+    blend = Blend([documents(p) for p in pair], CallableWeights(ramp), num_samples=160)
+    refs = blend.take(160).refs
+    assert [int((refs[:40, 0] == i).sum()) for i in (0, 1)] == [20, 20]
+    assert [int((refs[40:, 0] == i).sum()) for i in (0, 1)] == [80, 40]
+    for i, prefix in enumerate(pair):
+        drawn = refs[refs[:, 0] == i, 1].tolist()
+        assert drawn == documents(prefix).take(len(drawn)).refs[:, 1].tolist()
+        assert len(set(drawn)) == len(drawn)
+
+
+def scheduled(prefixes: list[str], kind: str, num_samples: int | None = 90) -> Blend:
+    schedule: Any = PiecewiseLinearWeights([(10, [1, 0, 0]), (50, [0.2, 0.5, 0.3]), (60, [0, 1, 1])])
+    if kind == "function":
+        schedule = CallableWeights(lambda n: [1 + n % 7, 2, 3], name="saw")
+    return Blend([documents(p) for p in prefixes], schedule, num_samples=num_samples)
+
+
+@pytest.mark.parametrize("kind", ["linear", "function"])
+def test_changing_weights_resume_at_every_step_and_in_blocks_of_any_size(prefixes: list[str], kind: str) -> None:
+    assert check_resume_at_every_step(lambda: scheduled(prefixes, kind), describe=lambda s: s.ref) == 90
+    whole = scheduled(prefixes, kind).take(90).refs.tolist()
+    for size in (1, 7, 64):
+        blend, refs = scheduled(prefixes, kind), []
+        while len(part := blend.take(size)):
+            refs += part.refs.tolist()
+        assert refs == whole
+
+
+def test_shares_follow_the_line(prefixes: list[str]) -> None:
+    blend = scheduled(prefixes, "linear", num_samples=None)
+    refs = blend.take(2000).refs[:, 0]
+    assert set(refs[:10].tolist()) == {0}  # the weights before the first point are those of the first point
+    assert 0 not in refs[62:].tolist()
+    targets = np.cumsum([np.interp(range(2000), [10, 50, 60], [1, 0.2, 0])], axis=1)[0]
+    assert np.abs(np.cumsum(refs == 0) - targets).max() <= 1.0 + 1e-9
+    report = blend.report()
+    assert [r.requested for r in report] == [0.0, 0.5, 0.5]
+    assert [r.drawn for r in report] == blend.counts.tolist()
+    assert sum(r.actual for r in report) == pytest.approx(1)
+    assert report[1].epochs == report[1].drawn / 20
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: PiecewiseLinearWeights([]), "at least one point"),
+        (lambda: PiecewiseLinearWeights([(5, [1]), (5, [2])]), "must rise"),
+        (lambda: PiecewiseLinearWeights([(0, [1, 1]), (5, [2])]), "1 weights for 2 sources"),
+        (lambda: PiecewiseLinearWeights([(0, [1, -1])]), "is -1.0"),
+        (lambda: CallableWeights(lambda n: [0.0, 0.0]).weights(0, 1), "all 2 weights are zero"),
+        (lambda: CallableWeights(lambda n: [1.0, math.nan]).weights(0, 1), "is nan"),
+        (lambda: Blend([IterableWrapper([])], PiecewiseLinearWeights([(0, [1, 1])])), "2 weights for 1 sources"),
+    ],
+)
+def test_bad_changing_weights(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_changed_schedule_is_a_state_mismatch(prefixes: list[str]) -> None:
+    blend = scheduled(prefixes, "linear")
+    blend.take(5)
+    with pytest.raises(StateMismatchError, match="weights was"):
+        scheduled(prefixes, "function").reset(blend.state_dict())
+
+
+# Ends, and passing over samples
+
+
+def ending(prefixes: list[str], stop: Any, kind: str = "ours") -> Blend:
+    sources: list[Any] = [documents(p, num_epochs=1) for p in prefixes]
+    if kind == "user":
+        sources[1] = Mapper(sources[1], lambda s: s)
+    return Blend(sources, [0.5, 0.3, 0.2], stop=stop)
+
+
+@pytest.mark.parametrize("kind", ["ours", "user"])
+@pytest.mark.parametrize("stop", ["first_exhausted", "all_exhausted", "cycle"])
+def test_ends_do_not_depend_on_the_block_size_and_resume(prefixes: list[str], stop: Any, kind: str) -> None:
+    def refs(size: int) -> list[Any]:
+        blend, drawn = ending(prefixes, stop, kind), []
+        while len(drawn) < 200 and len(part := blend.take(size)):
+            drawn += part.refs.tolist()
+        return drawn[:200]
+
+    whole = refs(1)
+    assert refs(13) == refs(200) == whole
+    counts = [sum(r[0] == i for r in whole) for i in range(3)]
+    if stop == "first_exhausted":
+        assert counts[0] == 10
+        assert len(whole) < 35
+    elif stop == "all_exhausted":
+        assert counts == [10, 20, 5]
+    else:
+        assert len(whole) == 200
+        assert counts == [100, 60, 40]
+    check_resume_at_every_step(lambda: ending(prefixes, stop, kind), describe=lambda s: s.ref, max_items=60)
+
+
+def test_cycling_an_empty_source_is_an_error() -> None:
+    with pytest.raises(TdpError, match="gave nothing after it was begun again"):
+        next(Blend([IterableWrapper([])], stop="cycle"))
+
+
+@pytest.mark.parametrize("stop", ["first_exhausted", "all_exhausted", "cycle"])
+@pytest.mark.parametrize("n", [0, 1, 9, 17])
+def test_skip_to_is_like_drawing(prefixes: list[str], stop: Any, n: int) -> None:
+    drawn = ending(prefixes, stop)
+    drawn.take(3 + n)
+    skipped = ending(prefixes, stop)
+    skipped.take(3)
+    skipped.skip_to(3 + n)
+    assert skipped.state_dict() == drawn.state_dict()
+    assert skipped.take(5).refs.tolist() == drawn.take(5).refs.tolist()
+
+
+@pytest.mark.parametrize("kind", ["plain", "linear", "user"])
+def test_skip_to_in_endless_blends(prefixes: list[str], kind: str) -> None:
+    def make() -> Blend:
+        if kind == "linear":
+            return scheduled(prefixes, "linear", None)
+        sources: list[Any] = [documents(p) for p in prefixes]
+        if kind == "user":
+            sources[0] = Mapper(sources[0], lambda s: s)
+        return Blend(sources, [5, 2, 1])
+
+    drawn, skipped = make(), make()
+    drawn.take(5000)
+    skipped.skip_to(5000)
+    assert skipped.state_dict() == drawn.state_dict()
+    with pytest.raises(ValueError, match="cannot go back from sample 5000 to 10"):
+        skipped.skip_to(10)
+
+
+def test_skipping_reads_nothing_and_beyond_the_end_is_an_error(prefixes: list[str]) -> None:
+    source = documents(prefixes[1], num_epochs=2)
+    source.skip_to(39)
+    assert len(source.take(5)) == 1
+    with pytest.raises(ValueError, match="sample 41 is beyond the end; 0 samples are left after 40"):
+        source.skip_to(41)
+    with pytest.raises(ValueError, match="the blend ends at sample"):
+        ending(prefixes, "first_exhausted").skip_to(100)

@@ -1,11 +1,8 @@
-"""Packed microbatches: one buffer per key for all of a rank's microbatches of a step, and views of it.
-
-This is the plain implementation that any faster one is compared with.
-"""
+"""Packed microbatches: one buffer per key for all of a rank's microbatches of a step, and views of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +17,7 @@ from tdp_megatron.types import IGNORE_LABEL, Int64Array, PackedBatch
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-__all__ = ["PackBuffers", "allocate_pack", "packed_batches"]
+__all__ = ["PackBuffers", "PackedTensors", "allocate_pack", "packed_batches"]
 
 _STANDARD = ("tokens", "labels", "loss_mask", "position_ids")
 
@@ -33,6 +30,32 @@ class PackBuffers:
     """Per key [T, ...]; ``tokens``, ``labels``, ``loss_mask``, ``position_ids`` and user keys."""
     padding_mask: npt.NDArray[np.bool_]
     document_id: npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class PackedTensors:
+    """One tensor per key for all microbatches of a rank, on any device; their dtypes are ``PackedBatch``'s."""
+
+    tokens: torch.Tensor
+    labels: torch.Tensor
+    loss_mask: torch.Tensor
+    position_ids: torch.Tensor
+    padding_mask: torch.Tensor
+    document_id: torch.Tensor
+    extras: Mapping[str, torch.Tensor]
+    """User keys per token [T, ...]; zeros at pads."""
+
+    @staticmethod
+    def over(buffers: PackBuffers) -> PackedTensors:
+        """Tensors that share the memory of ``buffers``."""
+        tensors = {key: torch.from_numpy(array) for key, array in buffers.arrays.items()}
+        standard = {key: tensors.pop(key) for key in _STANDARD}
+        return PackedTensors(
+            **standard,
+            padding_mask=torch.from_numpy(buffers.padding_mask),
+            document_id=torch.from_numpy(buffers.document_id),
+            extras=tensors,
+        )
 
 
 def allocate_pack(
@@ -89,11 +112,12 @@ def cu_seqlens_of(plan: Plan, op: int) -> tuple[torch.Tensor, torch.Tensor, int]
 def packed_batches(
     plan: Plan,
     table: PackTable,
-    buffers: PackBuffers,
+    buffers: PackBuffers | PackedTensors,
     refs: Int64Array,
     *,
     values: Mapping[int, Mapping[str, Any]] | None = None,
     cp_group: Callable[[int, int], dist.ProcessGroup | None] = lambda first_rank, cp_size: None,
+    cu_seqlens: Sequence[tuple[torch.Tensor, torch.Tensor, int]] | None = None,
 ) -> tuple[PackedBatch, ...]:
     """Views of the buffers, one ``PackedBatch`` per microbatch.
 
@@ -104,29 +128,30 @@ def packed_batches(
         refs: int64 [N, 2], provenance of every sample of the global batch.
         values: per-sample user keys of the samples this rank holds; all samples have the same keys.
         cp_group: process group of a block (first_rank, cp_size).
+        cu_seqlens: per microbatch, where they are on a device already: see ``PackMetadata``.
     """
-    tensors = {key: torch.from_numpy(array) for key, array in buffers.arrays.items()}
-    padding_mask = torch.from_numpy(buffers.padding_mask)
-    document_id = torch.from_numpy(buffers.document_id)
+    tensors = PackedTensors.over(buffers) if isinstance(buffers, PackBuffers) else buffers
+    if cu_seqlens is None:
+        cu_seqlens = [cu_seqlens_of(plan, op) for op in table.ops.tolist()]
     batches = []
     for m, op in enumerate(table.ops.tolist()):
         part = slice(int(table.op_offsets[m]), int(table.op_offsets[m + 1]))
         ids = plan.sample_ids[int(plan.op_offsets[op]) : int(plan.op_offsets[op + 1])]
-        cu, cu_padded, longest = cu_seqlens_of(plan, op)
-        extras: dict[str, Any] = {key: tensor[part] for key, tensor in tensors.items() if key not in _STANDARD}
-        if values is not None:
+        cu, cu_padded, longest = cu_seqlens[m]
+        extras: dict[str, Any] = {key: tensor[part] for key, tensor in tensors.extras.items()}
+        if values:
             names = sorted({name for i in ids.tolist() for name in values[i]})
             for name in names:
                 extras[name] = tuple(values[i][name] for i in ids.tolist())
         first_rank, cp_size = int(plan.op_first_rank[op]), int(plan.op_cp_size[op])
         batches.append(
             PackedBatch(
-                tokens=tensors["tokens"][part],
-                labels=tensors["labels"][part],
-                loss_mask=tensors["loss_mask"][part],
-                position_ids=tensors["position_ids"][part],
-                padding_mask=padding_mask[part],
-                document_id=document_id[part],
+                tokens=tensors.tokens[part],
+                labels=tensors.labels[part],
+                loss_mask=tensors.loss_mask[part],
+                position_ids=tensors.position_ids[part],
+                padding_mask=tensors.padding_mask[part],
+                document_id=tensors.document_id[part],
                 cu_seqlens=cu,
                 cu_seqlens_padded=cu_padded,
                 max_seqlen=longest,
@@ -134,7 +159,7 @@ def packed_batches(
                 cp_rank=int(table.cp_ranks[m]),
                 first_rank=first_rank,
                 sample_ids=tuple(ids.tolist()),
-                refs=tuple((int(d), int(s)) for d, s in refs[ids]),
+                refs=tuple(map(tuple, refs[ids].tolist())),
                 extras=extras,
                 cp_group=cp_group(first_rank, cp_size),
             )

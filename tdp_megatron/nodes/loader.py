@@ -1,0 +1,72 @@
+"""``Loader``: torchdata's, with the right defaults, statistics and skipping."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, TypeVar
+
+from torchdata.nodes import BaseNode
+from torchdata.nodes import Loader as TorchdataLoader
+
+from tdp_megatron.nodes.blend import Blend
+from tdp_megatron.stats import NodeStats
+
+__all__ = ["Loader", "pipeline_stats"]
+
+T = TypeVar("T")
+
+
+class Loader(TorchdataLoader[T]):
+    """Iterates over a graph of nodes; a ``Stateful`` for checkpoints.
+
+    Call ``iter`` once per run: every call begins anew, or where ``load_state_dict`` says. The state is the same on
+    every rank, so that one copy in a checkpoint is enough.
+
+    Args:
+        root: last node of the graph.
+        restart_on_stop_iteration: begin again after the end; off, because it draws an item in advance.
+    """
+
+    def __init__(self, root: BaseNode[T], restart_on_stop_iteration: bool = False) -> None:
+        super().__init__(root, restart_on_stop_iteration=restart_on_stop_iteration)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Make the next ``iter`` go on from a saved state, also where ``state_dict`` has been asked for in between."""
+        super().load_state_dict(state_dict)
+        # torchdata would hand out the iteration that state_dict() has begun and forget the loaded state;
+        # torch.distributed.checkpoint asks for the state before it loads one.
+        self._iter_for_state_dict = False
+
+    def stats(self) -> dict[str, Any]:
+        """What every node has done: items and tokens (per second, too), waiting and working time, queue depth,
+        imbalance and padding, and requested and actual shares of a blend's sources."""
+        return pipeline_stats(self.root)
+
+    def skip_to(self, step: int) -> None:
+        """Go on with step ``step`` of the running iteration (after ``iter``); nothing is read.
+
+        Raises:
+            TypeError: the root cannot skip.
+            ValueError: it lies behind the present position, or beyond the end of the data.
+        """
+        skip = getattr(self.root, "skip_to", None)
+        if skip is None:
+            raise TypeError(f"{type(self.root).__name__} cannot skip; it has no skip_to")
+        skip(step)
+
+
+def pipeline_stats(root: BaseNode[Any]) -> dict[str, Any]:
+    """Statistics of all nodes of a graph by name; nodes of one kind are numbered from the root on."""
+    stats: dict[str, Any] = {}
+    waiting: list[BaseNode[Any]] = [root]
+    while waiting:
+        node = waiting.pop(0)
+        kind = type(node).__name__
+        name = kind if kind not in stats else f"{kind}.{sum(key.split('.')[0] == kind for key in stats)}"
+        counters = getattr(node, "stats", None)
+        stats[name] = counters.as_dict() if isinstance(counters, NodeStats) else {}
+        if isinstance(node, Blend) and node.is_open:
+            stats[name]["sources"] = {report.name: dataclasses.asdict(report) for report in node.report()}
+        inner = [getattr(node, "source", None), *getattr(node, "sources", ())]
+        waiting += [source for source in inner if isinstance(source, BaseNode)]
+    return stats

@@ -1,0 +1,263 @@
+"""Loader, skipping, look-ahead windows, statistics, checkpoints of torch.distributed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch.distributed.checkpoint as dcp
+from torchdata.nodes import BaseNode, IterableWrapper
+
+from tdp_megatron.nodes import Blend, DocumentSample, IndexedRead, Loader, LookAhead, Pack, Prefetch, Reroute, Shard
+from tdp_megatron.nodes.look_ahead import balanced_batches
+from tdp_megatron.schedule import CostModel
+from tdp_megatron.stats import flatten_stats, prometheus_text, write_tensorboard
+from tdp_megatron.testing import check_resume_at_every_step, run_ranks, write_corpus
+from tdp_megatron.types import ParallelLayout, Step
+
+LAYOUT = ParallelLayout(2, 1, 128)
+
+
+@pytest.fixture(scope="module")
+def prefixes(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    folder: Path = tmp_path_factory.mktemp("loader")
+    rng = np.random.default_rng(5)
+    return [write_corpus(folder / f"d{i}", [rng.integers(0, 99, n) for n in rng.integers(1, 80, 50)]) for i in (0, 1)]
+
+
+def samples(prefixes: list[str], num_samples: int | None = 120) -> Blend:
+    sources = [DocumentSample(IndexedRead(p), max_seqlen=60, num_epochs=None) for p in prefixes]
+    return Blend(sources, [0.6, 0.4], num_samples=num_samples)
+
+
+def root(prefixes: list[str], **options: Any) -> Reroute:
+    return Reroute(Pack(samples(prefixes), LAYOUT, global_batch_size=10, **options))
+
+
+def refs_of(step: Step) -> list[Any]:
+    return [step.index, sorted(ref for batch in step for ref in batch.refs)]
+
+
+@pytest.mark.parametrize("read_ahead", [False, True])
+def test_skip_to_jumps_and_keeps_the_numbers(prefixes: list[str], read_ahead: bool) -> None:
+    whole = [refs_of(step) for step in root(prefixes)]
+    loader = Loader(Prefetch(root(prefixes)) if read_ahead else root(prefixes))
+    steps = iter(loader)
+    seen = [refs_of(next(steps)) for _ in range(3)]
+    loader.skip_to(7)
+    seen += [refs_of(next(steps))]
+    state = loader.state_dict()
+    seen += [refs_of(step) for step in steps]
+    assert seen == whole[:3] + whole[7:]
+    again = Loader(Prefetch(root(prefixes)) if read_ahead else root(prefixes))
+    again.load_state_dict(state)
+    assert [refs_of(step) for step in again] == whole[8:]
+
+
+@pytest.mark.parametrize("read_ahead", [False, True])
+def test_bad_stretches_are_left_out(prefixes: list[str], read_ahead: bool) -> None:
+    def make() -> BaseNode[Step]:
+        node = root(prefixes, skip=[(2, 4), (4, 5), (8, 9), (11, 12)])
+        return Prefetch(node) if read_ahead else node
+
+    whole = [refs_of(step) for step in root(prefixes)]
+    assert [refs_of(step) for step in make()] == [whole[i] for i in (0, 1, 5, 6, 7, 9, 10)]
+    check_resume_at_every_step(make, describe=refs_of)
+
+
+def test_a_run_goes_on_from_megatrons_consumed_samples(prefixes: list[str]) -> None:
+    whole = [refs_of(step) for step in root(prefixes)]
+    assert [refs_of(step) for step in root(prefixes, consumed_samples=50)] == whole[5:]
+    check_resume_at_every_step(lambda: root(prefixes, consumed_samples=50), describe=refs_of)
+    with pytest.raises(ValueError, match="nearest: 50, 60"):
+        root(prefixes, consumed_samples=55)
+    with pytest.raises(ValueError, match="consumed_samples"):
+        root(prefixes, consumed_samples=-10)
+    node = root(prefixes, consumed_samples=5000)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="beyond the end"):
+            next(node)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda p: Pack(samples(p), LAYOUT, global_batch_size=5, skip=[(3, 2)]), ValueError, "skip must hold"),
+        (lambda p: Loader(IterableWrapper([])).skip_to(2), TypeError, "cannot skip"),
+        (lambda p: Prefetch(IterableWrapper([])).skip_to(2), TypeError, "cannot skip"),
+        (lambda p: Reroute(IterableWrapper([])).skip_to(2), TypeError, "cannot skip"),
+        (lambda p: root(p).skip_to(99), ValueError, "beyond the end"),
+    ],
+)
+def test_impossible_skips(prefixes: list[str], call: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call(prefixes)
+
+
+def test_going_back_needs_a_reset(prefixes: list[str]) -> None:
+    node = root(prefixes)
+    next(node)
+    next(node)
+    with pytest.raises(ValueError, match="cannot go back"):
+        node.skip_to(1)
+
+
+def windows(prefixes: list[str], num_batches: int = 4) -> LookAhead:
+    cost = CostModel(a=1e-4, b=1e-6)
+    return LookAhead(samples(prefixes), global_batch_size=10, num_batches=num_batches, cost=cost)
+
+
+def test_look_ahead_moves_samples_within_windows_only_and_evens_the_work(prefixes: list[str]) -> None:
+    plain, moved = samples(prefixes).take(120), windows(prefixes).take(120)
+    for begin in range(0, 120, 40):
+        window = slice(begin, begin + 40)
+        assert sorted(plain.refs[window].tolist()) == sorted(moved.refs[window].tolist())
+    cost = CostModel(a=1e-4, b=1e-6)
+
+    def spread(seqlens: np.ndarray[Any, Any]) -> float:
+        work = cost.sequence_costs(seqlens).reshape(12, 10).sum(axis=1)
+        return float((work.max() / work.mean()) - 1)
+
+    assert spread(moved.seqlens) < spread(plain.seqlens) / 3
+    order = balanced_batches(np.array([1.0, 9.0, 5.0, 5.0]), 2)
+    assert order.tolist() == [0, 1, 2, 3]
+    # A last window that is not full keeps its order.
+    tail = LookAhead(samples(prefixes), global_batch_size=10, num_batches=7).take(500)
+    assert tail.refs[70:].tolist() == plain.refs[70:].tolist()
+
+
+def test_look_ahead_resumes_at_every_step_and_in_blocks_of_any_size(prefixes: list[str]) -> None:
+    check_resume_at_every_step(lambda: windows(prefixes), describe=lambda s: s.ref)
+    whole = windows(prefixes).take(200).refs.tolist()
+    for size in (1, 7, 40, 41):
+        node, drawn = windows(prefixes), []
+        while len(part := node.take(size)):
+            drawn += part.refs.tolist()
+        assert drawn == whole
+
+
+@pytest.mark.parametrize(("dp", "cp"), [(2, 2), (3, 1), (8, 1), (1, 4)])
+def test_windows_and_steps_read_ahead_continue_on_other_ranks(prefixes: list[str], dp: int, cp: int) -> None:
+    def run(layout: ParallelLayout, state: Any, count: int) -> tuple[list[Any], Any]:
+        roots = [
+            Prefetch(Reroute(Pack(windows(prefixes), layout, global_batch_size=10), rank=r), depth=3)
+            for r in range(layout.num_ranks)
+        ]
+        for node in roots:
+            node.reset(state)
+        batches = []
+        for _ in range(count):
+            placed: dict[int, tuple[int, int]] = {}
+            for node in roots:
+                for packed in next(node):
+                    placed.update(zip(packed.sample_ids, packed.refs, strict=True))
+            batches.append([list(placed[i]) for i in sorted(placed)])
+        states = [node.state_dict() for node in roots]
+        assert all(s == states[0] for s in states)
+        for node in roots:
+            node.shutdown()
+        return batches, states[0]
+
+    before, state = run(ParallelLayout(4, 2, 64), None, 5)
+    after, _ = run(ParallelLayout(dp, cp, 64), state, 6)
+    flat = [ref for batch in before + after for ref in batch]
+    assert flat == windows(prefixes).take(110).refs.tolist()
+
+
+def test_look_ahead_bad_arguments(prefixes: list[str]) -> None:
+    with pytest.raises(ValueError, match="num_batches must be a positive int"):
+        LookAhead(samples(prefixes), global_batch_size=10, num_batches=0)
+
+
+def test_statistics_of_all_nodes(prefixes: list[str]) -> None:
+    loader = Loader(Prefetch(root(prefixes)))
+    assert len(list(loader)) == 12
+    stats = loader.stats()
+    assert list(stats) == [
+        "Prefetch",
+        "Reroute",
+        "Pack",
+        "Blend",
+        "DocumentSample",
+        "DocumentSample.1",
+        "IndexedRead",
+        "IndexedRead.1",
+    ]
+    assert stats["Reroute"]["items"] == stats["Pack"]["items"] == 12
+    assert stats["Blend"]["items"] == stats["DocumentSample"]["items"] + stats["DocumentSample.1"]["items"] == 120
+    assert stats["Pack"]["imbalance"] >= 1
+    assert 0 <= stats["Reroute"]["padding"] < 1
+    assert stats["Reroute"]["wait_seconds"] > 0
+    shares = list(stats["Blend"]["sources"].values())
+    assert [s["requested"] for s in shares] == pytest.approx([0.6, 0.4])
+    assert [s["actual"] for s in shares] == pytest.approx([0.6, 0.4], abs=0.01)
+    assert prefixes[0] in shares[0]["name"]
+
+
+def test_writers() -> None:
+    stats = {"Pack": {"items": 3, "imbalance": 1.5}, "Blend": {"items": 9, "sources": {'0 (a"b)': {"drawn": 7}}}}
+    assert flatten_stats(stats)['Blend/sources/0 (a"b)/drawn'] == 7
+
+    class Writer:
+        def __init__(self) -> None:
+            self.scalars: dict[str, Any] = {}
+
+        def add_scalar(self, tag: str, value: float, step: int) -> None:
+            self.scalars[tag] = (value, step)
+
+    writer = Writer()
+    write_tensorboard(writer, stats, 4)
+    assert writer.scalars["data/Pack/imbalance"] == (1.5, 4)
+    text = prometheus_text(stats, labels={"rank": "0"})
+    assert text == (
+        "# TYPE tdp_items gauge\n"
+        'tdp_items{node="Pack",rank="0"} 3\n'
+        'tdp_items{node="Blend",rank="0"} 9\n'
+        "# TYPE tdp_imbalance gauge\n"
+        'tdp_imbalance{node="Pack",rank="0"} 1.5\n'
+        "# TYPE tdp_drawn gauge\n"
+        'tdp_drawn{node="Blend/sources/0 (a\\"b)",rank="0"} 7\n'
+    )
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("restored_world", [2, 1, 4])
+def test_state_in_a_distributed_checkpoint_is_saved_once(
+    prefixes: list[str], tmp_path: Path, restored_world: int
+) -> None:
+    """As a Stateful of torch.distributed.checkpoint, written by two ranks and read by another number."""
+    folder = tmp_path / "checkpoint"
+
+    def loader(rank: int, world: int) -> Loader[Step]:
+        return Loader(
+            Prefetch(Reroute(Pack(samples(prefixes), ParallelLayout(world, 1, 128), global_batch_size=10), rank=rank))
+        )
+
+    def save(rank: int, world: int) -> list[Any]:
+        mine = loader(rank, world)
+        steps = iter(mine)
+        for _ in range(3):
+            next(steps)
+        dcp.save({"data": mine}, checkpoint_id=folder)
+        return [refs_of(step)[0] for step in steps]
+
+    def load(rank: int, world: int) -> list[Any]:
+        mine = loader(rank, world)
+        dcp.load({"data": mine}, checkpoint_id=folder)
+        return [refs_of(step)[0] for step in mine]
+
+    rest = run_ranks(save, 2)
+    assert run_ranks(load, restored_world) == [rest[0]] * restored_world
+    # The ranks share the fields out: every field stands in one file, and the files hold nothing else.
+    stored = dcp.FileSystemReader(folder).read_metadata().storage_data.values()
+    assert sum(entry.length for entry in stored) == sum(p.stat().st_size for p in folder.glob("*.distcp"))
+
+
+def test_shards_know_what_is_left(prefixes: list[str]) -> None:
+    shards = [Shard(samples(prefixes, 10), rank=r, num_ranks=4) for r in range(4)]
+    for shard in shards:
+        shard.reset(None)
+    assert [shard.num_remaining() for shard in shards] == [3, 3, 2, 2]
+    assert [len(shard.take(9)) for shard in shards] == [3, 3, 2, 2]
