@@ -8,6 +8,7 @@ namespace {
 
 constexpr double kThetas[] = {1.0, 0.8, 0.65, 0.5, 0.4, 0.3, 0.2, 0.1};
 constexpr double kGoodEnough = 1.002;
+constexpr int kPatience = 2;
 
 class Buddy {
    public:
@@ -93,6 +94,7 @@ Ops buddy(const Problem& problem, double lower_bound) {
     std::vector<std::vector<std::uint8_t>> seen;
     Ops best;
     double best_seconds = kInfinity;
+    int worse = 0;
     for (const double theta : kThetas) {
         std::vector<std::uint8_t> chosen(problem.count);
         for (std::size_t i = 0; i < problem.count; ++i) {
@@ -105,8 +107,11 @@ Ops buddy(const Problem& problem, double lower_bound) {
         if (seconds < best_seconds) {
             best_seconds = seconds;
             best = std::move(ops);
+            worse = 0;
+        } else {
+            ++worse;
         }
-        if (best_seconds <= lower_bound * kGoodEnough) break;
+        if (best_seconds <= lower_bound * kGoodEnough || worse >= kPatience) break;
     }
     return best;
 }

@@ -312,7 +312,7 @@ struct Head {
 };
 
 constexpr std::int64_t kEffort = std::int64_t{1} << 16;
-constexpr std::int64_t kFewestCandidates = 8, kMostCandidates = 96, kThorough = 24;
+constexpr std::int64_t kFewestCandidates = 16, kFewestInPipeline = 8, kMostCandidates = 96, kThorough = 24;
 constexpr double kGoodEnough = 1.002;
 constexpr int kPatience = 3, kMostTallWaves = 12;
 const std::vector<double> kStretches = {1.0, 1.25, 1.5};
@@ -322,7 +322,8 @@ class Searcher {
     Searcher(const Scratch& scratch, const Search& search)
         : scratch_(scratch), problem_(scratch.problem), search_(search), builder_(scratch) {
         const std::int64_t size = static_cast<std::int64_t>(problem_.count) + 4 * problem_.num_ranks;
-        left_ = std::min(std::max(kEffort / size, kFewestCandidates), kMostCandidates);
+        const std::int64_t least = search.pipeline ? kFewestInPipeline : kFewestCandidates;
+        left_ = std::min(std::max(kEffort / size, least), kMostCandidates);
         good_enough_ = search.lower_bound * kGoodEnough;
         for (const Level& level : scratch.levels) {
             if (problem_.count == 0) break;

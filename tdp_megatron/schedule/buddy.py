@@ -19,6 +19,8 @@ __all__ = ["buddy", "buddy_reference"]
 THETAS = (1.0, 0.8, 0.65, 0.5, 0.4, 0.3, 0.2, 0.1)
 #: A step this close to the lower bound ends the search.
 GOOD_ENOUGH = 1.002
+#: Candidates in a row that bring nothing before the search ends.
+PATIENCE = 2
 
 
 def buddy(problem: Problem) -> Plan:
@@ -37,6 +39,7 @@ def buddy_reference(problem: Problem) -> Plan:
     scratch = Scratch(problem)
     bound = lower_bound(problem.seqlens, problem.layout, problem.cost)
     best_seconds, best_ops = math.inf, None
+    worse = 0
     seen = set()
     for theta in THETAS:
         levels = scratch.choose_levels(theta * bound)
@@ -47,7 +50,10 @@ def buddy_reference(problem: Problem) -> Plan:
         seconds, ops = _place(scratch, levels)
         if seconds < best_seconds:
             best_seconds, best_ops = seconds, ops
-        if best_seconds <= bound * GOOD_ENOUGH:
+            worse = 0
+        else:
+            worse += 1
+        if best_seconds <= bound * GOOD_ENOUGH or worse >= PATIENCE:
             break
     return plan_of_placed_ops(problem, best_ops or [], "buddy")
 

@@ -18,7 +18,9 @@ __all__ = ["waves", "waves_reference"]
 
 #: Sequences and slots that all candidates together may touch, so that planning time stays bounded.
 _EFFORT = 1 << 16
-_FEWEST_CANDIDATES = 8
+_FEWEST_CANDIDATES = 16
+#: In a pipeline waves are many, and a candidate takes longer.
+_FEWEST_IN_PIPELINE = 8
 _MOST_CANDIDATES = 96
 #: A step this close to the lower bound ends the search.
 _GOOD_ENOUGH = 1.002
@@ -78,7 +80,8 @@ class _Search:
         self.capacity = problem.layout.num_ranks * problem.layout.tokens_per_rank_limit
         self.good_enough = lower_bound(problem.seqlens, problem.layout, problem.cost) * _GOOD_ENOUGH
         size = len(scratch.lengths) + 4 * scratch.num_ranks
-        self.left = min(max(_EFFORT // size, _FEWEST_CANDIDATES), _MOST_CANDIDATES)
+        fewest = _FEWEST_IN_PIPELINE if self.mode.name == "pipeline" else _FEWEST_CANDIDATES
+        self.left = min(max(_EFFORT // size, fewest), _MOST_CANDIDATES)
         self.best_seconds = math.inf
         self.best_ops: list[PlacedOp] = []
         self.best_at: tuple[_Head, int] | None = None
