@@ -4,143 +4,196 @@
 #include <stdexcept>
 #include <string>
 
+#include "convert.h"
+#include "thread_pool.h"
+
 namespace tdp {
 
 namespace {
 
+// A helper thread costs some microseconds to wake; this many tokens take about as long to convert from memory.
+constexpr int64_t kTokensPerThread = 1 << 15;
+
+// Spans whose index entries are asked for ahead of their use.
+constexpr int64_t kWindow = 16;
+// Documents per span for which that is done.
+constexpr int64_t kWindowDocuments = 32;
+
 [[noreturn]] void out_of_range(const std::string& what) { throw std::out_of_range(what); }
 
-template <typename T>
-void convert(const unsigned char* bytes, int64_t n, int64_t* out) {
-    for (int64_t i = 0; i < n; ++i) {
-        T value;
-        std::memcpy(&value, bytes + i * static_cast<int64_t>(sizeof(T)), sizeof(T));
-        out[i] = static_cast<int64_t>(value);
+// Three dependent cache misses lead to a document; taking them for a window of spans together hides most of them.
+template <typename Row>
+void prefetch_window(const GptIndex<Row>& index, const int64_t* sample, int64_t begin, int64_t end) {
+    const auto valid = [&](int64_t s) { return sample[s] >= 0 && sample[s] + 1 < index.num_rows; };
+    for (int64_t s = begin; s < end; ++s)
+        if (valid(s)) __builtin_prefetch(index.rows + 2 * sample[s]);
+    for (int64_t s = begin; s < end; ++s) {
+        if (!valid(s)) continue;
+        const int64_t first = index.rows[2 * sample[s]];
+        if (first >= 0 && first < index.num_documents) __builtin_prefetch(index.document_index + first);
+    }
+    for (int64_t s = begin; s < end; ++s) {
+        if (!valid(s)) continue;
+        const int64_t first = std::max<int64_t>(index.rows[2 * sample[s]], 0);
+        const int64_t last = std::min<int64_t>({index.rows[2 * sample[s] + 2], first + kWindowDocuments,
+                                                index.num_documents - 1});
+        for (int64_t place = first; place <= last; ++place) {
+            index.lengths.prefetch(index.document_index[place]);
+            index.pointers.prefetch(index.document_index[place]);
+        }
     }
 }
 
-template <typename T>
-void gather_span(const unsigned char* source, const int64_t* piece_offset, const int64_t* piece_count,
-                 int64_t first_piece, int64_t last_piece, int64_t length, int64_t ignore_label, int64_t eod,
-                 int64_t* tokens, int64_t* labels, float* loss_mask) {
-    int64_t at = 0;  // position in the span of the next source token
+template <typename Row>
+void add_pieces(const GptIndex<Row>& index, int64_t itemsize, int64_t row, int64_t skip, int64_t want,
+                Pieces* pieces) {
+    if (row < 0 || row + 1 >= index.num_rows)
+        out_of_range("sample " + std::to_string(row) + " outside [0, " + std::to_string(index.num_rows - 1) + ")");
+    const Row* rows = index.rows + 2 * row;
+    const int64_t first = rows[0], last = rows[2];
+    if (first < 0 || last < first || last >= index.num_documents)
+        out_of_range("sample index row " + std::to_string(row) + " points to documents " + std::to_string(first) +
+                     ".." + std::to_string(last) + " of " + std::to_string(index.num_documents));
+    for (int64_t place = first; place <= last && want > 0; ++place) {
+        const int64_t document = index.document_index[place];
+        if (document < 0 || document >= index.num_lengths)
+            out_of_range("document_index[" + std::to_string(place) + "] is " + std::to_string(document));
+        const int64_t length = index.lengths[document];
+        const int64_t begin = place == first ? static_cast<int64_t>(rows[1]) : 0;
+        const int64_t end = place == last ? static_cast<int64_t>(rows[3]) + index.extra_tokens : length;
+        if (begin < 0 || end > length)
+            out_of_range("sample index row " + std::to_string(row) + " leaves sequence " + std::to_string(document) +
+                         " of length " + std::to_string(length));
+        const int64_t available = end - begin;
+        if (available <= skip) {
+            skip -= std::max<int64_t>(available, 0);
+            continue;
+        }
+        const int64_t count = std::min(available - skip, want);
+        pieces->byte_offset.push_back(index.pointers[document] + (begin + skip) * itemsize);
+        pieces->count.push_back(count);
+        want -= count;
+        skip = 0;
+    }
+}
+
+// The last place of `value` in n tokens, -1 if there is none.
+int64_t last_place(const Converter& type, const unsigned char* bytes, int64_t n, int64_t value) {
+    int64_t buffer[256];
+    for (int64_t end = n; end > 0;) {
+        const int64_t begin = std::max<int64_t>(end - 256, 0);
+        type.convert(bytes + begin * type.itemsize, end - begin, buffer);
+        for (int64_t i = end - 1; i >= begin; --i)
+            if (buffer[i - begin] == value) return i;
+        end = begin;
+    }
+    return -1;
+}
+
+// The next piece lies anywhere in the file; the processor's own prefetching needs a few misses to get going.
+void prefetch_bytes(const unsigned char* begin, int64_t size) {
+    constexpr int64_t kLine = 64, kMost = 16 * kLine;
+    for (int64_t at = 0; at < std::min(size, kMost); at += kLine) __builtin_prefetch(begin + at);
+}
+
+void gather_span(const unsigned char* source, const Converter& type, const int64_t* piece_offset,
+                 const int64_t* piece_count, int64_t num_pieces, int64_t first_piece, int64_t last_piece,
+                 int64_t start, int64_t lead, int64_t length, const GatherRules& rules, int64_t destination, const TokenOutputs& out) {
+    int64_t* tokens = out.tokens + destination;
+    int64_t* labels = out.labels + destination;
+    float* loss_mask = out.loss_mask + destination;
+    int64_t at = -lead;          // position in the span of the next source token
+    int64_t next_position = start;  // position id of the span's first token
     for (int64_t p = first_piece; p < last_piece; ++p) {
         const unsigned char* bytes = source + piece_offset[p];
-        const int64_t count = piece_count[p];
-        convert<T>(bytes, std::min(count, length - at), tokens + at);
+        int64_t count = piece_count[p];
+        if (p + 1 < num_pieces) prefetch_bytes(source + piece_offset[p + 1], piece_count[p + 1] * type.itemsize);
+        if (at < 0) {
+            const int64_t before = std::min(count, -at);
+            const int64_t eod = last_place(type, bytes, before, rules.eod_reset);
+            if (eod >= 0) next_position = -at - eod - 1;
+            at += before;
+            bytes += before * type.itemsize;
+            count -= before;
+            if (count == 0) continue;
+        }
+        type.convert(bytes, std::min(count, length - at), tokens + at);
         // The label of position i is the source token i + 1.
         const int64_t skip = at == 0 ? 1 : 0;
-        if (count > skip)
-            convert<T>(bytes + skip * static_cast<int64_t>(sizeof(T)), count - skip, labels + at + skip - 1);
+        if (count > skip) type.convert(bytes + skip * type.itemsize, count - skip, labels + at + skip - 1);
         at += count;
     }
-    std::fill_n(loss_mask, length, 1.0f);
-    if (eod >= 0)
-        for (int64_t i = 0; i < length; ++i)
-            if (tokens[i] == eod) loss_mask[i] = 0.0f;
+    fill_loss_mask(tokens, length, rules.eod_no_loss, loss_mask);
     if (at == length && length > 0) {
-        labels[length - 1] = ignore_label;
+        labels[length - 1] = rules.ignore_label;
         loss_mask[length - 1] = 0.0f;
     }
-}
-
-using GatherSpan = decltype(&gather_span<int32_t>);
-
-GatherSpan gather_for(int dtype_code, int64_t* itemsize) {
-    switch (dtype_code) {
-        case 1: *itemsize = 1; return gather_span<uint8_t>;
-        case 2: *itemsize = 1; return gather_span<int8_t>;
-        case 3: *itemsize = 2; return gather_span<int16_t>;
-        case 4: *itemsize = 4; return gather_span<int32_t>;
-        case 5: *itemsize = 8; return gather_span<int64_t>;
-        case 8: *itemsize = 2; return gather_span<uint16_t>;
-        default:
-            throw std::invalid_argument("dtype code " + std::to_string(dtype_code) + " is not an integer type");
+    if (!out.position_ids) return;
+    int64_t* positions = out.position_ids + destination;
+    if (rules.eod_reset < 0) {
+        fill_positions(start, length, positions);
+        return;
+    }
+    for (int64_t i = 0; i < length; ++i) {
+        positions[i] = next_position;
+        next_position = tokens[i] == rules.eod_reset ? 0 : next_position + 1;
     }
 }
 
 }  // namespace
 
 template <typename Row>
-Pieces sample_pieces(Unaligned<int32_t> lengths, Unaligned<int64_t> pointers, int64_t num_lengths,
-                     const int32_t* document_index, int64_t num_documents, const Row* rows, int64_t num_rows,
-                     int64_t extra_tokens, int64_t itemsize, const int64_t* sample, const int64_t* start,
+Pieces sample_pieces(const GptIndex<Row>& index, int64_t itemsize, const int64_t* sample, const int64_t* start,
                      const int64_t* length, int64_t num_spans) {
     Pieces pieces;
     pieces.span_begin.reserve(num_spans + 1);
     pieces.span_begin.push_back(0);
     for (int64_t s = 0; s < num_spans; ++s) {
-        const int64_t row = sample[s];
-        if (row < 0 || row + 1 >= num_rows)
-            out_of_range("sample " + std::to_string(row) + " outside [0, " + std::to_string(num_rows - 1) + ")");
-        const int64_t first = rows[2 * row], last = rows[2 * row + 2];
-        if (first < 0 || last < first || last >= num_documents)
-            out_of_range("sample index row " + std::to_string(row) + " points to documents " + std::to_string(first) +
-                         ".." + std::to_string(last) + " of " + std::to_string(num_documents));
-        int64_t skip = start[s], want = length[s];
-        for (int64_t place = first; place <= last && want > 0; ++place) {
-            const int64_t document = document_index[place];
-            if (document < 0 || document >= num_lengths)
-                out_of_range("document_index[" + std::to_string(place) + "] is " + std::to_string(document));
-            const int64_t begin = place == first ? static_cast<int64_t>(rows[2 * row + 1]) : 0;
-            const int64_t end = place == last ? static_cast<int64_t>(rows[2 * row + 3]) + extra_tokens
-                                              : static_cast<int64_t>(lengths[document]);
-            if (begin < 0 || end > lengths[document])
-                out_of_range("sample index row " + std::to_string(row) + " leaves sequence " +
-                             std::to_string(document) + " of length " + std::to_string(lengths[document]));
-            const int64_t available = end - begin;
-            if (available <= skip) {
-                skip -= std::max<int64_t>(available, 0);
-                continue;
-            }
-            const int64_t count = std::min(available - skip, want);
-            pieces.byte_offset.push_back(pointers[document] + (begin + skip) * itemsize);
-            pieces.count.push_back(count);
-            want -= count;
-            skip = 0;
-        }
+        if (s % kWindow == 0) prefetch_window(index, sample, s, std::min(s + kWindow, num_spans));
+        add_pieces(index, itemsize, sample[s], start[s], length[s], &pieces);
         pieces.span_begin.push_back(static_cast<int64_t>(pieces.count.size()));
     }
     return pieces;
 }
 
-template Pieces sample_pieces<int32_t>(Unaligned<int32_t>, Unaligned<int64_t>, int64_t, const int32_t*, int64_t,
-                                       const int32_t*, int64_t, int64_t, int64_t, const int64_t*, const int64_t*,
+template Pieces sample_pieces<int32_t>(const GptIndex<int32_t>&, int64_t, const int64_t*, const int64_t*,
                                        const int64_t*, int64_t);
-template Pieces sample_pieces<int64_t>(Unaligned<int32_t>, Unaligned<int64_t>, int64_t, const int32_t*, int64_t,
-                                       const int64_t*, int64_t, int64_t, int64_t, const int64_t*, const int64_t*,
+template Pieces sample_pieces<int64_t>(const GptIndex<int64_t>&, int64_t, const int64_t*, const int64_t*,
                                        const int64_t*, int64_t);
 
 void gather_tokens(const unsigned char* source, int64_t source_bytes, int dtype_code, const int64_t* piece_offset,
-                   const int64_t* piece_count, int64_t num_pieces, const int64_t* span_begin, const int64_t* length,
-                   const int64_t* destination, int64_t num_spans, int64_t ignore_label, int64_t eod,
-                   const TokenOutputs& out) {
-    int64_t itemsize = 0;
-    const GatherSpan gather = gather_for(dtype_code, &itemsize);
-    for (int64_t s = 0; s < num_spans; ++s) {
+                   const int64_t* piece_count, int64_t num_pieces, const int64_t* span_begin, const Spans& spans,
+                   const GatherRules& rules, const TokenOutputs& out) {
+    const Converter type = converter_for(dtype_code);
+    int64_t num_tokens = 0;
+    for (int64_t s = 0; s < spans.num_spans; ++s) {
+        const int64_t length = spans.length[s], at = spans.destination[s];
         if (span_begin[s] < 0 || span_begin[s + 1] < span_begin[s] || span_begin[s + 1] > num_pieces)
             out_of_range("span " + std::to_string(s) + " has an impossible range of pieces");
-        if (length[s] < 0 || destination[s] < 0 || destination[s] > out.size - length[s])
+        if (length < 0 || at < 0 || at > out.size - length)
             out_of_range("span " + std::to_string(s) + " leaves the output of " + std::to_string(out.size) +
                          " tokens");
+        if (spans.start[s] < 0) out_of_range("span " + std::to_string(s) + " starts before its sample");
         int64_t total = 0;
         for (int64_t p = span_begin[s]; p < span_begin[s + 1]; ++p) {
             if (piece_count[p] < 0 || piece_offset[p] < 0 ||
-                piece_count[p] > (source_bytes - piece_offset[p]) / itemsize)
+                piece_count[p] > (source_bytes - piece_offset[p]) / type.itemsize)
                 out_of_range("piece of " + std::to_string(piece_count[p]) + " tokens at byte " +
                              std::to_string(piece_offset[p]) + " leaves the file of " +
                              std::to_string(source_bytes) + " bytes");
             total += piece_count[p];
         }
-        if (total != length[s] && total != length[s] + 1)
-            out_of_range("span " + std::to_string(s) + " wants " + std::to_string(length[s]) +
+        const int64_t wanted = lead(spans, rules, s) + length;
+        if (total != wanted && total != wanted + 1)
+            out_of_range("span " + std::to_string(s) + " wants " + std::to_string(wanted) +
                          " tokens, its pieces hold " + std::to_string(total));
+        num_tokens += length;
     }
-    for (int64_t s = 0; s < num_spans; ++s) {
-        const int64_t at = destination[s];
-        gather(source, piece_offset, piece_count, span_begin[s], span_begin[s + 1], length[s], ignore_label, eod,
-               out.tokens + at, out.labels + at, out.loss_mask + at);
-    }
+    const int threads = static_cast<int>(std::min<int64_t>(num_threads(), 1 + num_tokens / kTokensPerThread));
+    parallel_for(spans.num_spans, threads, [&](int64_t s) {
+        gather_span(source, type, piece_offset, piece_count, num_pieces, span_begin[s], span_begin[s + 1],
+                    spans.start[s], lead(spans, rules, s), spans.length[s], rules, spans.destination[s], out);
+    });
 }
 
 void copy_spans(const unsigned char* source, int64_t source_bytes, const int64_t* source_offset,

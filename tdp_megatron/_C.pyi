@@ -22,31 +22,74 @@ def blend_continue(
     weights: npt.NDArray[np.float64], counts: npt.NDArray[np.int64], position: int, n: int
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]: ...
 def blend_exhaustive(sizes: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]: ...
-def sample_pieces(
+def read_gpt_spans(
+    source: npt.NDArray[np.uint8],
+    dtype_code: int,
     lengths: npt.NDArray[np.int32],
     pointers: npt.NDArray[np.int64],
     document_index: npt.NDArray[np.int32],
     sample_index: npt.NDArray[Any],
+    shuffle_index: npt.NDArray[Any],
     extra_tokens: int,
-    itemsize: int,
     sample: npt.NDArray[np.int64],
     start: npt.NDArray[np.int64],
     length: npt.NDArray[np.int64],
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]: ...
+    destination: npt.NDArray[np.int64],
+    tokens: npt.NDArray[np.int64],
+    labels: npt.NDArray[np.int64],
+    loss_mask: npt.NDArray[np.float32],
+    position_ids: npt.NDArray[np.int64] | None,
+    ignore_label: int,
+    eod_no_loss: int,
+    eod_reset: int,
+) -> None: ...
+def read_run_spans(
+    source: npt.NDArray[np.uint8],
+    dtype_code: int,
+    byte_offsets: npt.NDArray[np.int64],
+    available: npt.NDArray[np.int64],
+    sample: npt.NDArray[np.int64],
+    start: npt.NDArray[np.int64],
+    length: npt.NDArray[np.int64],
+    destination: npt.NDArray[np.int64],
+    tokens: npt.NDArray[np.int64],
+    labels: npt.NDArray[np.int64],
+    loss_mask: npt.NDArray[np.float32],
+    position_ids: npt.NDArray[np.int64] | None,
+    ignore_label: int,
+    eod_no_loss: int,
+    eod_reset: int,
+) -> None: ...
 def gather_tokens(
     source: npt.NDArray[np.uint8],
     dtype_code: int,
     piece_offset: npt.NDArray[np.int64],
     piece_count: npt.NDArray[np.int64],
     span_begin: npt.NDArray[np.int64],
+    start: npt.NDArray[np.int64],
     length: npt.NDArray[np.int64],
     destination: npt.NDArray[np.int64],
     tokens: npt.NDArray[np.int64],
     labels: npt.NDArray[np.int64],
     loss_mask: npt.NDArray[np.float32],
+    position_ids: npt.NDArray[np.int64] | None,
     ignore_label: int,
-    eod: int,
+    eod_no_loss: int,
+    eod_reset: int,
 ) -> None: ...
+def gpt_pieces(
+    lengths: npt.NDArray[np.int32],
+    pointers: npt.NDArray[np.int64],
+    document_index: npt.NDArray[np.int32],
+    sample_index: npt.NDArray[Any],
+    shuffle_index: npt.NDArray[Any],
+    extra_tokens: int,
+    itemsize: int,
+    sample: npt.NDArray[np.int64],
+    start: npt.NDArray[np.int64],
+    length: npt.NDArray[np.int64],
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]: ...
+def set_num_threads(n: int) -> None: ...
 def copy_spans(
     source: npt.NDArray[np.uint8],
     source_offset: npt.NDArray[np.int64],

@@ -42,6 +42,11 @@ def _joined(values: Sequence[Any]) -> npt.NDArray[Any]:
     return np.concatenate([_as_array(v) for v in values])
 
 
+def _lengths(values: Sequence[Any]) -> list[int]:
+    """First dimension of each value; ``len`` of a torch tensor takes microseconds, its ``size`` does not."""
+    return [v.size(0) if hasattr(v, "detach") else len(v) for v in values]
+
+
 #: Per-token keys with dtype and shape of one token's entry.
 TokenKeySpecs: TypeAlias = Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]]
 
@@ -64,7 +69,10 @@ class MappingReader:
         self._names = names
         if "tokens" not in items[0]:
             raise ValueError(f"{names[0]} has no key 'tokens'; it has {sorted(map(str, items[0]))}")
-        lengths = [np.shape(item["tokens"])[0] if len(np.shape(item["tokens"])) else 0 for item in items]
+        try:
+            lengths = _lengths([item["tokens"] for item in items])
+        except (TypeError, IndexError):  # a plain number: what is wrong with it is said below
+            lengths = [0] * len(items)
         self.seqlens: Int64Array = np.array(lengths, dtype=np.int64)
         """int64 [n], tokens of each sample."""
         self.offsets: Int64Array = np.concatenate([[0], np.cumsum(self.seqlens)])
@@ -85,16 +93,16 @@ class MappingReader:
 
     def _join(self, key: str) -> npt.NDArray[Any]:
         try:
-            joined = _joined([item[key] for item in self._items])
-        except (TypeError, ValueError, RuntimeError, KeyError):
+            values = [item[key] for item in self._items]
+            joined = _joined(values)
+            fits = _lengths(values) == self.seqlens.tolist()
+        except (TypeError, ValueError, IndexError, RuntimeError, KeyError):
             self._complain(key)
             raise
         dtype = _DTYPES.get(key)
-        wrong = any(
-            len(shape := np.shape(item[key])) == 0 or shape[0] != n
-            for item, n in zip(self._items, self.seqlens.tolist(), strict=True)
-        )
-        if wrong or (dtype is not None and (joined.ndim != 1 or (dtype.kind == "i" and joined.dtype.kind not in "iu"))):
+        if dtype is not None:
+            fits = fits and joined.ndim == 1 and (dtype.kind != "i" or joined.dtype.kind in "iu")
+        if not fits:
             self._complain(key)
         return np.ascontiguousarray(joined if dtype is None else joined.astype(dtype, copy=False))
 
@@ -279,6 +287,9 @@ def read_spans_by_reader(
         destinations: int64 [m], elements.
         out: a flat array per key.
     """
+    if len(block.readers) == 1 and lengths.all():
+        block.readers[0].read_spans(block.sample_ids[indices], starts, lengths, destinations, out)
+        return
     real = np.flatnonzero(lengths > 0)  # pads at the end of a pack belong to no sample
     reader_of = block.reader_index[indices[real]]
     for number, reader in enumerate(block.readers):

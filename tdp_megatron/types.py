@@ -270,8 +270,8 @@ class SampleBlock:
     def __iter__(self) -> Iterator[Sample]:
         return (self[i] for i in range(len(self)))
 
-    def select(self, indices: Int64Array) -> SampleBlock:
-        """The samples at ``indices``, in that order."""
+    def select(self, indices: Int64Array | slice) -> SampleBlock:
+        """The samples at ``indices``, in that order; with a slice views, no copies."""
         return SampleBlock(
             self.readers,
             self.reader_index[indices],

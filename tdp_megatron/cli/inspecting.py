@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from typing import Any
 
 import numpy as np
 
 from tdp_megatron.cli.verify import strip_suffix
-from tdp_megatron.indexed import IndexedDataset, get_bin_path
+from tdp_megatron.indexed import IndexedDataset, is_object_storage_path
 
 __all__ = ["add_arguments", "describe", "run"]
 
@@ -30,7 +29,9 @@ def run(args: argparse.Namespace) -> int:
     """Run ``tdp inspect``."""
     if args.tokens < 0:
         raise ValueError(f"--tokens must not be negative, got {args.tokens}")
-    facts = describe(IndexedDataset(strip_suffix(args.prefix), multimodal=args.multimodal), args.tokens)
+    prefix = strip_suffix(args.prefix)
+    dataset = IndexedDataset(prefix, multimodal=args.multimodal, mmap=not is_object_storage_path(prefix))
+    facts = describe(dataset, args.tokens)
     if args.json:
         print(json.dumps(facts))
         return 0
@@ -75,7 +76,7 @@ def describe(dataset: IndexedDataset, num_first_tokens: int = 16) -> dict[str, A
         "documents": len(dataset.document_indices) - 1,
         "sequences": len(lengths),
         "tokens": dataset.num_tokens,
-        "bin_bytes": os.path.getsize(get_bin_path(dataset.path_prefix)),
+        "bin_bytes": dataset.bin_nbytes,
         "empty_sequences": int((lengths == 0).sum()),
         "empty_documents": int((np.diff(dataset.document_indices) == 0).sum()),
         "length_percentiles": {str(p): value for p, value in zip(_PERCENTILES, percentiles, strict=False)},

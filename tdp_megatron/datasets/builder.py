@@ -126,13 +126,14 @@ class BlendedMegatronDatasetBuilder:
 
     def _build(self) -> list[Built]:
         config = self.config
-        if config.mock:
-            assert config.split_matrix is not None  # set with mock
-            return self._build_splits(None, config.split_matrix, self.sizes)
-        if config.blend is not None:
-            assert config.split_matrix is not None  # set with blend
-            return self._build_blend(config.blend, config.split_matrix, self.sizes)
-        return [self._build_own_split(split) for split in Split]
+        if config.blend_per_split is not None and not config.mock:
+            return [self._build_own_split(split) for split in Split]
+        matrix = config.split_matrix
+        if matrix is None:
+            raise ValueError("the config has no split_matrix; it is made from split when the config is made")
+        if config.blend is None:
+            return self._build_splits(None, matrix, self.sizes)
+        return self._build_blend(config.blend, matrix, self.sizes)
 
     def _build_own_split(self, split: Split) -> Built:
         """A split with files of its own."""
@@ -195,7 +196,7 @@ class BlendedMegatronDatasetBuilder:
         self, prefix: str | None, matrix: _Matrix, sizes: Sequence[int | None]
     ) -> list[MegatronDataset | None]:
         """The splits of one prefix."""
-        low_level = self.cls.build_low_level_dataset(prefix, self.config)  # type: ignore[arg-type]
+        low_level = self.cls.build_low_level_dataset(prefix, self.config)
         built: list[MegatronDataset | None] = []
         for split, entry, size in zip(Split, matrix, sizes, strict=True):
             if entry is None:

@@ -153,10 +153,10 @@ def _load(key: CacheKey, provenance: Provenance, check_shape: Check, check_conte
 
 def _open(path: str) -> npt.NDArray[Any]:
     try:
-        array: npt.NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
+        array: npt.NDArray[Any] = np.lib.format.open_memmap(path, mode="r")
     except FileNotFoundError:
         raise
-    except (ValueError, OSError, EOFError) as error:
+    except Exception as error:  # a damaged header makes NumPy raise almost anything
         raise _UnusableError(f"{path} is damaged: {error}") from None
     return array
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import zlib
 from functools import cached_property
 from typing import Any
 
@@ -15,19 +14,18 @@ import torch
 from tdp_megatron import _C
 from tdp_megatron.datasets.cache import Arrays, CacheKey, Provenance, load_existing, load_or_build
 from tdp_megatron.datasets.config import GPTDatasetConfig
-from tdp_megatron.datasets.gpt_indices import build_gpt_indices, epoch_plan
-from tdp_megatron.datasets.gpt_sample import SampleRules, assemble, causal_mask
+from tdp_megatron.datasets.gpt_cache import INDEX_NAMES, content_complaint, provenance_of, shape_complaint
+from tdp_megatron.datasets.gpt_indices import build_gpt_indices
+from tdp_megatron.datasets.gpt_sample import HARMLESS_ID, SampleRules, assemble, causal_mask
 from tdp_megatron.datasets.megatron_dataset import MegatronDataset, find_pad_token_id
 from tdp_megatron.datasets.splits import Split
 from tdp_megatron.errors import CacheError, FormatError
-from tdp_megatron.indexed import IndexedDataset, get_idx_path
+from tdp_megatron.indexed import DType, IndexedDataset, ObjectStorageConfig, is_object_storage_path
 from tdp_megatron.types import Int64Array
 
 __all__ = ["GPTDataset"]
 
 logger = logging.getLogger(__name__)
-
-_INDEX_NAMES = ("document_index", "sample_index", "shuffle_index")
 
 PREPARE_COMMAND = (
     "Write the caches once with `tdp prepare-cache` and the same data arguments, or unset fast_cache_load and "
@@ -90,12 +88,22 @@ class GPTDataset(MegatronDataset):
         return len(low_level_dataset.sequence_lengths)
 
     @staticmethod
-    def build_low_level_dataset(dataset_path: str, config: GPTDatasetConfig) -> Any:
+    def build_low_level_dataset(dataset_path: str | None, config: GPTDatasetConfig) -> Any:
         """Open the ``.bin/.idx`` pair of a prefix."""
+        if dataset_path is None:
+            raise ValueError("without blend and blend_per_split there are no files; give one, or use MockGPTDataset")
+        storage = None
+        if is_object_storage_path(dataset_path):
+            if not config.object_storage_cache_path:
+                raise ValueError(f"{dataset_path}: object storage needs object_storage_cache_path, for its .idx files")
+            if config.path_to_cache is None:
+                raise ValueError(f"{dataset_path}: object storage needs path_to_cache, for the index caches")
+            storage = ObjectStorageConfig(config.object_storage_cache_path)
         return IndexedDataset(
             dataset_path,
             multimodal=False,
             mmap=config.mmap_bin_files,
+            object_storage_config=storage,
             fast_cache_load=config.fast_cache_load,
             sequences_per_dataset=config.sequences_per_dataset,
         )
@@ -123,7 +131,7 @@ class GPTDataset(MegatronDataset):
             name=f"{self.label}, split {config.split!r}",
         )
         logger.info("%s: %d samples from %d epochs", self.label, len(built), built.num_epochs)
-        return {name: getattr(built, name) for name in _INDEX_NAMES}
+        return {name: getattr(built, name) for name in INDEX_NAMES}
 
     def _cache_key(self) -> CacheKey | None:
         folder = self.config.path_to_cache
@@ -132,77 +140,27 @@ class GPTDataset(MegatronDataset):
         if not folder:
             return None
         base = f"{self.unique_description_hash}-{type(self).__name__}-{self.index_split.name}"
-        return CacheKey(folder, base, self.unique_description, _INDEX_NAMES)
+        return CacheKey(folder, base, self.unique_description, INDEX_NAMES)
 
     def _provenance(self) -> Provenance:
-        def fingerprint() -> dict[str, Any]:
-            lengths = np.ascontiguousarray(self.dataset.sequence_lengths)
-            return {
-                "sequences": len(lengths),
-                "tokens": int(lengths.sum(dtype=np.int64)),
-                "lengths_crc32": zlib.crc32(lengths.view(np.uint8).data),
-            }
-
-        # The indices depend on the lengths alone, and those are in the .idx file.
-        try:
-            status = os.stat(get_idx_path(self.dataset.path_prefix))
-            stamp = {"idx_size": status.st_size, "idx_mtime_ns": status.st_mtime_ns}
-        except (AttributeError, OSError):  # mock data, object storage
-            stamp = None
-        settings = {
-            "add_extra_token_to_sequence": bool(self.config.add_extra_token_to_sequence),
-            "drop_last_partial_sequence": self._drop_last,
-        }
-        return Provenance(settings, stamp, fingerprint)
+        return provenance_of(self.dataset, extra_token=self._extra_token, drop_last=self._drop_last)
 
     def _load_or_build(self) -> Arrays:
         key = self._cache_key()
         if key is None:
             return self._build()
-        return load_or_build(key, self._provenance(), self._build, _shape_complaint, self._content_complaint)
+        return load_or_build(key, self._provenance(), self._build, shape_complaint, self._content_complaint)
 
     def _content_complaint(self, arrays: Arrays) -> str | None:
-        """What is wrong with indices nobody vouches for: everything but the draws themselves is recomputed."""
-        document_index, sample_index, shuffle_index = (arrays[name] for name in _INDEX_NAMES)
-        indices = self.indices
-        lengths = self.dataset.sequence_lengths
-        tokens = int(lengths[indices].sum(dtype=np.int64))
-        if not tokens:
-            return None  # building says it better
-        plan = epoch_plan(
-            tokens,
-            self.config.sequence_length,
-            self.num_samples,
+        return content_complaint(
+            arrays,
+            self.dataset.sequence_lengths,
+            self.indices,
+            sequence_length=self.config.sequence_length,
+            num_samples=self.num_samples,
             extra_token=self._extra_token,
             drop_last=self._drop_last,
         )
-        if len(shuffle_index) != plan.num_samples:
-            return f"it has {len(shuffle_index)} samples, the data gives {plan.num_samples}"
-        if len(document_index) != plan.num_epochs * len(indices):
-            return f"it has {len(document_index)} documents, {plan.num_epochs} epochs of {len(indices)} are needed"
-        seen = np.zeros(int(indices.max()) + 1, dtype=np.int64)
-        if document_index.min() < 0 or document_index.max() >= len(seen):
-            return (
-                f"its documents are {document_index.min()}..{document_index.max()}, the split ends at {indices.max()}"
-            )
-        np.add.at(seen, document_index, 1)
-        if (seen[indices] != plan.num_epochs).any():
-            return "its documents are not those of the split"
-        expected = _C.build_sample_index(
-            lengths,
-            np.ascontiguousarray(document_index),
-            self.config.sequence_length,
-            self._extra_token,
-            plan.num_samples,
-            sample_index.dtype == np.int64,
-        )
-        if not np.array_equal(expected, sample_index):
-            row = int((expected != sample_index).any(axis=1).argmax())
-            return f"sample {row} begins at {sample_index[row].tolist()}, the data says {expected[row].tolist()}"
-        present = np.zeros(plan.num_samples, dtype=np.bool_)
-        if plan.num_samples and int(shuffle_index.max()) < plan.num_samples:
-            present[shuffle_index] = True
-        return None if present.all() else "its shuffle index is not a permutation"
 
     @property
     def _arrays(self) -> Arrays:
@@ -211,7 +169,7 @@ class GPTDataset(MegatronDataset):
                 key = self._cache_key()
                 if key is None:
                     raise CacheError(f"{self.label}: a fast start needs path_to_cache")
-                self._indices = load_existing(key, self._provenance(), _shape_complaint, PREPARE_COMMAND)
+                self._indices = load_existing(key, self._provenance(), shape_complaint, PREPARE_COMMAND)
             else:
                 self._indices = self._load_or_build()
         return self._indices
@@ -273,8 +231,11 @@ class GPTDataset(MegatronDataset):
         Raises:
             IndexError: there is no such sample.
         """
-        tokens, counts, _ = self._query(0 if idx is None else idx)
-        sample = assemble(tokens, counts, self._rules, self._shared_mask)
+        number = 0 if idx is None else idx
+        sample = self._read_plain(number)
+        if sample is None:
+            tokens, counts, _ = self._query(number)
+            sample = assemble(tokens, counts, self._rules, self._shared_mask)
         if self._keeps_first_loss_mask:
             if self._first_loss_mask is None:
                 self._first_loss_mask = sample["loss_mask"].copy()
@@ -282,6 +243,62 @@ class GPTDataset(MegatronDataset):
         if idx is None:
             sample["loss_mask"][:] = 0.0
         return {name: torch.from_numpy(array) for name, array in sample.items()}
+
+    @cached_property
+    def _dtype_code(self) -> int:
+        return DType.code_from_dtype(self.dataset.dtype)
+
+    @cached_property
+    def _is_plain(self) -> bool:
+        rules = self._rules
+        special = rules.pad_by_id or (rules.create_attention_mask and rules.reset_attention_mask)
+        if type(self)._query is not GPTDataset._query:  # a subclass has its own idea of the tokens
+            return False
+        return isinstance(self.dataset, IndexedDataset) and not (special or rules.inter_document_masking)
+
+    def _read_plain(self, idx: int) -> dict[str, npt.NDArray[Any]] | None:
+        """A whole sample in one native pass over a mapped file; None where that is not possible."""
+        count = len(self)
+        if not self._is_plain or not -count <= idx < count:
+            return None
+        row = int(self.shuffle_index[idx])
+        source = self.dataset.bin_bytes()
+        if source is None or row == count - 1:  # the last may be shorter
+            return None
+        rules = self._rules
+        index = self.dataset.index
+        tokens, labels, position_ids = np.empty((3, rules.sequence_length), dtype=np.int64)
+        loss_mask = np.empty(rules.sequence_length, dtype=np.float32)
+        eod = -1 if rules.eod is None else rules.eod
+        try:
+            _C.read_gpt_spans(
+                source,
+                self._dtype_code,
+                index.sequence_lengths,
+                index.sequence_pointers,
+                self.document_index,
+                self.sample_index,
+                self.shuffle_index,
+                rules.extra_token,
+                np.array([idx % count], dtype=np.int64),
+                np.zeros(1, dtype=np.int64),
+                np.array([rules.sequence_length], dtype=np.int64),
+                np.zeros(1, dtype=np.int64),
+                tokens,
+                labels,
+                loss_mask,
+                position_ids,
+                HARMLESS_ID,
+                eod if rules.eod_mask_loss else -1,
+                eod if rules.reset_position_ids else -1,
+            )
+        except (IndexError, ValueError):  # what is wrong is said better on the slow way
+            return None
+        sample: dict[str, npt.NDArray[Any]] = {"tokens": tokens, "labels": labels, "loss_mask": loss_mask}
+        sample["position_ids"] = position_ids
+        if self._shared_mask is not None:
+            sample["attention_mask"] = self._shared_mask
+        return sample
 
     def _query(self, idx: int) -> tuple[Int64Array, Int64Array, npt.NDArray[np.int32]]:
         """Tokens of a sample, how many come from each document, and the documents."""
@@ -313,16 +330,3 @@ class GPTDataset(MegatronDataset):
         if tokens.dtype.kind not in "iu":
             raise FormatError(f"{self.label}: dtype {tokens.dtype.name} holds no token ids, need an integer")
         return tokens.astype(np.int64), counts
-
-
-def _shape_complaint(arrays: Arrays) -> str | None:
-    document_index, sample_index, shuffle_index = (arrays[name] for name in _INDEX_NAMES)
-    if document_index.dtype != np.int32 or document_index.ndim != 1:
-        return f"document_index is {document_index.dtype} {document_index.shape}, not int32 [documents]"
-    if sample_index.dtype not in (np.int32, np.int64) or sample_index.ndim != 2 or sample_index.shape[1] != 2:
-        return f"sample_index is {sample_index.dtype} {sample_index.shape}, not int32 or int64 [samples + 1, 2]"
-    if shuffle_index.dtype not in (np.uint32, np.int64) or shuffle_index.ndim != 1:
-        return f"shuffle_index is {shuffle_index.dtype} {shuffle_index.shape}, not uint32 or int64 [samples]"
-    if len(sample_index) != len(shuffle_index) + 1:
-        return f"sample_index has {len(sample_index)} rows for {len(shuffle_index)} samples"
-    return None

@@ -10,10 +10,10 @@ import numpy.typing as npt
 
 from tdp_megatron.types import Int64Array
 
-__all__ = ["SampleRules", "assemble", "causal_mask"]
+__all__ = ["HARMLESS_ID", "SampleRules", "assemble", "causal_mask"]
 
 #: What padding is replaced by, so that an embedding can look it up.
-_HARMLESS_ID = 0
+HARMLESS_ID = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +114,8 @@ def assemble(
         positions = np.arange(size, dtype=np.int64) - np.repeat(bounds[:-1], lengths)
         sample["cu_seqlens"] = cu_seqlens
         sample["max_seqlen"] = np.array(lengths.max(), dtype=np.int32)
-    ids[padding[:size]] = _HARMLESS_ID
-    labels[no_label] = _HARMLESS_ID
+    ids[padding[:size]] = HARMLESS_ID
+    labels[no_label] = HARMLESS_ID
     sample["tokens"] = ids
     sample["position_ids"] = positions
     return sample

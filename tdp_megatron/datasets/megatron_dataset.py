@@ -141,7 +141,7 @@ class MegatronDataset(ABC, torch.utils.data.Dataset[Any]):
         raise NotImplementedError
 
     @staticmethod
-    def build_low_level_dataset(dataset_path: str, config: Any) -> Any:
+    def build_low_level_dataset(dataset_path: str | None, config: Any) -> Any:
         """Open the low-level dataset of a prefix."""
         raise NotImplementedError
 

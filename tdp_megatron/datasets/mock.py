@@ -55,6 +55,8 @@ class MockGPTDataset(GPTDataset):
 
     @staticmethod
     def build_low_level_dataset(dataset_path: str | None, config: Any) -> Any:
+        if not config.mock:
+            raise ValueError("the config has a blend, and MockGPTDataset reads no files; use GPTDataset")
         return MockGPTLowLevelDataset(config.tokenizer)
 
     def _read(self, documents: npt.NDArray[np.int32], begin: int, end: int, row: int) -> tuple[Int64Array, Int64Array]:

@@ -15,30 +15,47 @@ from tdp_megatron.errors import FormatError
 from tdp_megatron.indexed import DType, IndexedDataset
 from tdp_megatron.types import IGNORE_LABEL, Int64Array
 
-__all__ = ["GPTReader", "RunReader"]
+__all__ = ["GPTReader", "RunReader", "TokenFileReader"]
 
 _TOKEN_KEYS: Mapping[str, np.dtype[Any]] = MappingProxyType(
     {"tokens": np.dtype(np.int64), "labels": np.dtype(np.int64), "loss_mask": np.dtype(np.float32)}
 )
+_WITH_POSITIONS = MappingProxyType({**_TOKEN_KEYS, "position_ids": np.dtype(np.int64)})
 _NO_VALUES: Mapping[str, Any] = MappingProxyType({})
 
 
-class _TokenFileReader:
-    """Turns pieces of a ``.bin`` file into tokens, labels and loss mask; subclasses say which pieces."""
+class TokenFileReader:
+    """Turns parts of a ``.bin`` file into tokens, labels, loss mask and position ids, one native call per read.
 
-    def __init__(self, dataset: IndexedDataset, eod_mask_loss: int | None) -> None:
+    Subclasses say where the samples lie. ``position_ids`` is written when it is among the outputs; with
+    ``reset_position_ids`` it is one of the reader's keys, otherwise positions just count.
+
+    Args:
+        dataset: the file.
+        eod_mask_loss: token whose positions have no loss.
+        reset_position_ids: token after which positions start again from 0.
+    """
+
+    def __init__(
+        self, dataset: IndexedDataset, eod_mask_loss: int | None = None, reset_position_ids: int | None = None
+    ) -> None:
         if dataset.dtype.kind not in "iu":
             raise FormatError(f"{dataset.path_prefix}: dtype {dataset.dtype.name} holds no token ids, need an integer")
         self.dataset = dataset
         self._dtype_code = DType.code_from_dtype(dataset.dtype)
-        self._eod = -1 if eod_mask_loss is None else eod_mask_loss
+        self._eod_no_loss = -1 if eod_mask_loss is None else eod_mask_loss
+        self._eod_reset = -1 if reset_position_ids is None else reset_position_ids
 
     @property
     def token_keys(self) -> Mapping[str, np.dtype[Any]]:
-        return _TOKEN_KEYS
+        return _TOKEN_KEYS if self._eod_reset < 0 else _WITH_POSITIONS
 
     def sample_values(self, sample_id: int) -> Mapping[str, Any]:
         return _NO_VALUES
+
+    def _read_mapped(self, source: npt.NDArray[np.uint8], *spans_and_outputs: Any) -> None:
+        """Read spans from a mapped file: the native call that does it all."""
+        raise NotImplementedError
 
     def _pieces(
         self, sample_ids: Int64Array, starts: Int64Array, lengths: Int64Array
@@ -54,57 +71,71 @@ class _TokenFileReader:
         destinations: Int64Array,
         out: Mapping[str, npt.NDArray[Any]],
     ) -> None:
-        # One token more than asked, where there is one: it is the last label.
-        offsets, counts, span_begin = self._pieces(sample_ids, starts, lengths + 1)
+        outputs = (out["tokens"], out["labels"], out["loss_mask"], out.get("position_ids"))
+        rules = (IGNORE_LABEL, self._eod_no_loss, self._eod_reset)
         source = self.dataset.bin_bytes()
-        if source is None:
-            raw = self.dataset.read_pieces(offsets, counts)
-            source = raw.view(np.uint8)
-            offsets = (np.cumsum(counts) - counts) * self.dataset.dtype.itemsize
+        if source is not None:
+            self._read_mapped(source, sample_ids, starts, lengths, destinations, *outputs, *rules)
+            return
+        # Positions that restart depend on what the sample holds in front of the span.
+        lead = starts if self._eod_reset >= 0 and outputs[3] is not None else np.zeros_like(starts)
+        # One token more than asked, where there is one: it is the last label.
+        offsets, counts, span_begin = self._pieces(sample_ids, starts - lead, lengths + lead + 1)
+        raw = self.dataset.read_pieces(offsets, counts).view(np.uint8)
+        offsets = (np.cumsum(counts) - counts) * self.dataset.dtype.itemsize
         _C.gather_tokens(
-            source,
-            self._dtype_code,
-            offsets,
-            counts,
-            span_begin,
-            lengths,
-            destinations,
-            out["tokens"],
-            out["labels"],
-            out["loss_mask"],
-            IGNORE_LABEL,
-            self._eod,
+            raw, self._dtype_code, offsets, counts, span_begin, starts, lengths, destinations, *outputs, *rules
         )
 
 
-class GPTReader(_TokenFileReader):
+class GPTReader(TokenFileReader):
     """Fixed-length samples in Megatron's order: sample i is row ``shuffle_index[i]`` of the sample index."""
 
     def __init__(
-        self, dataset: IndexedDataset, indices: GPTIndices, extra_token: int, eod_mask_loss: int | None = None
+        self,
+        dataset: IndexedDataset,
+        indices: GPTIndices,
+        extra_token: int,
+        eod_mask_loss: int | None = None,
+        reset_position_ids: int | None = None,
     ) -> None:
-        super().__init__(dataset, eod_mask_loss)
+        super().__init__(dataset, eod_mask_loss, reset_position_ids)
         self.indices = indices
         self._extra_token = extra_token
+
+    def _read_mapped(self, source: npt.NDArray[np.uint8], *spans_and_outputs: Any) -> None:
+        index, indices = self.dataset.index, self.indices
+        _C.read_gpt_spans(
+            source,
+            self._dtype_code,
+            index.sequence_lengths,
+            index.sequence_pointers,
+            indices.document_index,
+            indices.sample_index,
+            indices.shuffle_index,
+            self._extra_token,
+            *spans_and_outputs,
+        )
 
     def _pieces(
         self, sample_ids: Int64Array, starts: Int64Array, lengths: Int64Array
     ) -> tuple[Int64Array, Int64Array, Int64Array]:
-        dataset = self.dataset
-        return _C.sample_pieces(
-            dataset.sequence_lengths,
-            dataset.sequence_pointers,
-            self.indices.document_index,
-            self.indices.sample_index,
+        index, indices = self.dataset.index, self.indices
+        return _C.gpt_pieces(
+            index.sequence_lengths,
+            index.sequence_pointers,
+            indices.document_index,
+            indices.sample_index,
+            indices.shuffle_index,
             self._extra_token,
-            dataset.dtype.itemsize,
-            self.indices.shuffle_index[sample_ids].astype(np.int64),
+            self.dataset.dtype.itemsize,
+            sample_ids,
             starts,
             lengths,
         )
 
 
-class RunReader(_TokenFileReader):
+class RunReader(TokenFileReader):
     """Samples that are runs of neighbouring tokens in the file: documents, or parts of them."""
 
     def __init__(
@@ -113,16 +144,21 @@ class RunReader(_TokenFileReader):
         byte_offsets: Int64Array,
         available: Int64Array,
         eod_mask_loss: int | None = None,
+        reset_position_ids: int | None = None,
     ) -> None:
         """Args:
         dataset: the file.
         byte_offsets: int64 [n], where each sample begins in the ``.bin``.
         available: int64 [n], tokens of each sample's document from there on, those after the sample included.
         eod_mask_loss: token whose positions have no loss.
+        reset_position_ids: token after which positions start again from 0.
         """
-        super().__init__(dataset, eod_mask_loss)
+        super().__init__(dataset, eod_mask_loss, reset_position_ids)
         self._byte_offsets = byte_offsets
         self._available = available
+
+    def _read_mapped(self, source: npt.NDArray[np.uint8], *spans_and_outputs: Any) -> None:
+        _C.read_run_spans(source, self._dtype_code, self._byte_offsets, self._available, *spans_and_outputs)
 
     def _pieces(
         self, sample_ids: Int64Array, starts: Int64Array, lengths: Int64Array

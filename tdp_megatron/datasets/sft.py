@@ -114,8 +114,8 @@ class SFTDataset(MegatronDataset):
         return len(low_level_dataset)
 
     @staticmethod
-    def build_low_level_dataset(dataset_path: str, config: Any) -> Any:
-        if not os.path.isfile(dataset_path):
+    def build_low_level_dataset(dataset_path: str | None, config: Any) -> Any:
+        if dataset_path is None or not os.path.isfile(dataset_path):
             raise FileNotFoundError(f"{dataset_path} does not exist; give the path of a .jsonl file, with its ending")
         return JsonLines(dataset_path)
 

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from tdp_megatron import _C
 from tdp_megatron.distributed.collectives import all_gather_rows, all_to_all_bytes, gather_texts
 from tdp_megatron.distributed.groups import DpCpGroups
 from tdp_megatron.distributed.host_group import HostGroup
+from tdp_megatron.distributed.parcels import GlobalSamples, Parcel, ParcelLayout, SpanRequest
+from tdp_megatron.distributed.token_form import TokenForm, describe_tokens
 from tdp_megatron.distributed.wire import WireSchema, decode_values, encode_values
 from tdp_megatron.errors import ExchangeError
 from tdp_megatron.ops import PackBuffers, PackTable, allocate_pack, build_pack_table
@@ -26,33 +26,6 @@ from tdp_megatron.schedule.plan import Plan
 from tdp_megatron.types import Int64Array
 
 __all__ = ["Exchange", "GlobalSamples", "SpanRequest"]
-
-
-@dataclass(frozen=True, slots=True)
-class GlobalSamples:
-    """What all ranks know of a global batch's samples after the lengths have been gathered.
-
-    Sample numbers go round the ranks: the first sample of rank 0, of rank 1, ..., then the second ones. A source that
-    deals one global order out to the ranks therefore keeps that order.
-    """
-
-    seqlens: Int64Array
-    num_loss_tokens: Int64Array
-    refs: Int64Array
-    """int64 [N, 2]."""
-    owner: Int64Array
-    """int64 [N], rank that has read the sample."""
-    local_index: Int64Array
-    """int64 [N], its place among that rank's samples."""
-    value_bytes: Int64Array
-    """int64 [N], encoded size of its per-sample values."""
-    facts: Int64Array
-    """int64 [N], what the ranks gave as ``facts``."""
-    ended: bool
-    """Whether the data ended, on all ranks, with these samples."""
-
-    def __len__(self) -> int:
-        return len(self.seqlens)
 
 
 class Exchange:
@@ -64,6 +37,10 @@ class Exchange:
         self._agreed: set[int] = set()
         self._schema = WireSchema(())
         self._encoded: list[bytes] = []
+        self._form = TokenForm.agree(np.array([0]), np.array([0]))
+        self._last_labels: Int64Array = np.zeros(0, dtype=np.int64)
+        self.bytes_sent = 0
+        """Bytes of samples sent to other ranks so far."""
 
     @property
     def num_ranks(self) -> int:
@@ -99,22 +76,28 @@ class Exchange:
             ExchangeError: a rank failed, its data ended before the others', or the ranks' keys differ.
         """
         self.host.begin_step(step)
-        digest = 0
+        digest, bits, largest = 0, *describe_tokens({}, np.zeros(1, dtype=np.int64))[:2]
+        last_labels = np.zeros(0, dtype=np.int64)
         if local is not None and error is None:
             try:
                 digest = self._prepare(local)
+                bits, largest, last_labels = describe_tokens(local.arrays, local.offsets)
             except Exception as failure:
                 error = failure
         count = 0 if local is None or error is not None else len(local.block)
         what = f"step {step}: gathering lengths"
-        header = all_gather_rows(self.host, np.array([count, missing, error is not None, digest], dtype=np.int64), what)
+        header = all_gather_rows(
+            self.host, np.array([count, missing, error is not None, digest, bits, largest], dtype=np.int64), what
+        )
         self._raise_first(step, header[:, 2], error)
         counts = header[:, 0]
         if header[:, 1].any():
             self._check_end(step, header[:, 1], has_more)
         self._agree_on_schema(step, header[:, 3], digest)
+        self._form = TokenForm.agree(header[:, 4], header[:, 5])
+        self._last_labels = last_labels
 
-        rows = np.zeros((max(int(counts.max()), 1), 7), dtype=np.int64)
+        rows = np.zeros((max(int(counts.max()), 1), 8), dtype=np.int64)
         if local is not None and count:
             block = local.block
             rows[:count, 0] = block.seqlens
@@ -123,6 +106,7 @@ class Exchange:
             rows[:count, 4] = [len(data) for data in self._encoded]
             rows[:count, 5] = np.arange(count) if order is None else order
             rows[:count, 6] = 0 if facts is None else facts
+            rows[:count, 7] = last_labels >= 0
         gathered = all_gather_rows(self.host, rows, what)
         place, owner = np.nonzero(np.arange(rows.shape[0])[:, None] < counts[None, :])
         by_number = np.argsort(gathered[owner, place, 5], kind="stable")
@@ -137,6 +121,7 @@ class Exchange:
             local_index=place.astype(np.int64),
             value_bytes=column(table[:, 4]),
             facts=column(table[:, 6]),
+            has_next=column(table[:, 7]),
             ended=bool(header[:, 1].any()),
         )
 
@@ -186,31 +171,23 @@ class Exchange:
             ExchangeError: a rank is gone or late.
         """
         me = self.host.rank
-        sends = [_Parcel.of(request, samples, me) for request in requests]
-        receives = [_Parcel.of(requests[me], samples, r) for r in range(self.num_ranks)]
-        sizes = [self._size(parcel) for parcel in sends]
-        receive_sizes = [self._size(parcel) for parcel in receives]
+        sends = [Parcel.of(request, samples, me) for request in requests]
+        receives = [Parcel.of(requests[me], samples, r) for r in range(self.num_ranks)]
+        layout = ParcelLayout(self._form, self._schema)
+        sizes = [layout.size(parcel) for parcel in sends]
+        receive_sizes = [layout.size(parcel) for parcel in receives]
 
         send = np.zeros(sum(sizes), dtype=np.uint8)
-        source_offsets = [local.offsets[samples.local_index[p.sample_ids]] + p.starts for p in sends]
-        for key, place in self._key_places(sends, sizes):
-            width = self._schema.token_bytes(key)
-            lengths = np.concatenate([p.lengths for p in sends]) * width
-            if lengths.any():
-                _C.copy_spans(
-                    _as_bytes(local.arrays[key]), np.concatenate(source_offsets) * width, send, place, lengths
-                )
+        if len(local.block):
+            layout.pack_tokens(sends, sizes, samples, local, self._last_labels, send)
         for parcel, end in zip(sends, np.cumsum(sizes).tolist(), strict=True):
             blob = b"".join(self._encoded[int(samples.local_index[i])] for i in parcel.value_ids.tolist())
             send[end - len(blob) : end] = np.frombuffer(blob, dtype=np.uint8)
 
         received = all_to_all_bytes(self.host, send, sizes, receive_sizes, f"step {step}: exchanging samples")
+        self.bytes_sent += sum(sizes) - sizes[me]
 
-        destinations = np.concatenate([p.destinations for p in receives])
-        for key, place in self._key_places(receives, receive_sizes):
-            width = self._schema.token_bytes(key)
-            lengths = np.concatenate([p.lengths for p in receives]) * width
-            _C.copy_spans(received, place, _as_bytes(out[key]), destinations * width, lengths)
+        layout.unpack_tokens(receives, receive_sizes, received, out)
         values: dict[int, Mapping[str, Any]] = {}
         for parcel, end in zip(receives, np.cumsum(receive_sizes).tolist(), strict=True):
             at = end - int(parcel.value_bytes.sum())
@@ -273,84 +250,3 @@ class Exchange:
             self._schemas[used[0]] = WireSchema.from_json(next(t for t in texts if t))
             self._agreed.add(used[0])
         self._schema = self._schemas[used[0]]
-
-    def _size(self, parcel: _Parcel) -> int:
-        tokens = int(parcel.lengths.sum())
-        return tokens * sum(self._schema.token_bytes(k) for k, _ in self._schema.keys) + int(parcel.value_bytes.sum())
-
-    def _key_places(self, parcels: list[_Parcel], sizes: list[int]) -> list[tuple[str, Int64Array]]:
-        """Per key, the byte offset of every span in the joined parcels: key by key inside each parcel."""
-        begins = np.cumsum(sizes) - sizes
-        places: list[tuple[str, Int64Array]] = []
-        before = 0  # bytes per token of the keys that come first
-        for key, _ in self._schema.keys:
-            width = self._schema.token_bytes(key)
-            parts = [
-                int(begin) + int(p.lengths.sum()) * before + (np.cumsum(p.lengths) - p.lengths) * width
-                for begin, p in zip(begins, parcels, strict=True)
-            ]
-            places.append((key, np.concatenate(parts)))
-            before += width
-        return places
-
-
-@dataclass(frozen=True, slots=True)
-class SpanRequest:
-    """What one rank wants: spans of samples, and where in its arrays they go."""
-
-    sample_ids: Int64Array
-    """int64 [n], numbers in the global batch; entries without a token may be -1."""
-    starts: Int64Array
-    """int64 [n], tokens from the start of the sample."""
-    lengths: Int64Array
-    """int64 [n], tokens."""
-    destinations: Int64Array
-    """int64 [n], elements."""
-    held: Int64Array
-    """int64 [h], samples whose per-sample values are wanted."""
-
-    @staticmethod
-    def of(table: PackTable) -> SpanRequest:
-        """The real tokens of a rank's packs."""
-        return SpanRequest(table.sample_ids, table.starts, table.lengths, table.destinations, table.held)
-
-    @staticmethod
-    def whole(sample_ids: Int64Array, seqlens: Int64Array) -> SpanRequest:
-        """Whole samples, one after the other.
-
-        Args:
-            sample_ids: int64 [n].
-            seqlens: int64 [n], their lengths, tokens.
-        """
-        return SpanRequest(sample_ids, np.zeros_like(seqlens), seqlens, np.cumsum(seqlens) - seqlens, sample_ids)
-
-
-@dataclass(frozen=True, slots=True)
-class _Parcel:
-    """The part of a request that one rank sends, in the order of the request."""
-
-    sample_ids: Int64Array
-    starts: Int64Array
-    lengths: Int64Array
-    destinations: Int64Array
-    value_ids: Int64Array
-    """Samples whose per-sample values travel."""
-    value_bytes: Int64Array
-
-    @staticmethod
-    def of(request: SpanRequest, samples: GlobalSamples, sender: int) -> _Parcel:
-        rows = np.flatnonzero(request.lengths > 0)
-        rows = rows[samples.owner[request.sample_ids[rows]] == sender]
-        held = request.held[samples.owner[request.held] == sender]
-        return _Parcel(
-            request.sample_ids[rows],
-            request.starts[rows],
-            request.lengths[rows],
-            request.destinations[rows],
-            held,
-            samples.value_bytes[held],
-        )
-
-
-def _as_bytes(array: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
-    return array.reshape(-1).view(np.uint8)

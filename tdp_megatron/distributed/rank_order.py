@@ -10,7 +10,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -24,6 +24,7 @@ T = TypeVar("T")
 _calls = itertools.count()
 _HEARTBEAT_S = 2.0
 _LONGEST_POLL_S = 0.5
+_FAREWELL_S = 2.0
 
 
 def run_in_rank_order(
@@ -54,7 +55,8 @@ def run_in_rank_order(
         with meeting.alive():
             result = work() if takes_part else None
     except BaseException as error:
-        meeting.report(error)
+        with suppress(RuntimeError):  # the store may be gone; this error is the one to tell
+            meeting.report(error)
         raise
     if meeting.rank == first_rank:
         meeting.set("first_done")
@@ -85,6 +87,11 @@ class _Meeting:
         text = f"rank {self.rank}: {type(error).__name__}: {error}"
         if self._store.add("errors", 1) == 1:
             self.set("first_error", text)
+        # The store may live in this process: the others should read the cause before it goes.
+        came = sum(self.has(f"came/{rank}") for rank in range(self._world))
+        end = time.monotonic() + _FAREWELL_S
+        while self._store.add("told", 0) < came - 1 and time.monotonic() < end:
+            time.sleep(0.02)
 
     def done(self) -> None:
         self.set(f"done/{self.rank}")
@@ -114,12 +121,24 @@ class _Meeting:
             thread.join()
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
+        try:
+            self._wait_until(condition)
+        except ExchangeError:
+            raise
+        except RuntimeError as error:
+            raise ExchangeError(
+                f"{self._what}: the process group's store is gone, and with it the rank that holds it, mostly rank 0; "
+                f"look at its log. Cause: {str(error).splitlines()[0]}"
+            ) from error
+
+    def _wait_until(self, condition: Callable[[], bool]) -> None:
         pause = 0.002
         beats: dict[int, str] = {}
         checked = self._started
         while not condition():
             if self._store.add("errors", 0) and self.has("first_error"):
                 cause = self._store.get("first_error").decode()
+                self._store.add("told", 1)
                 raise ExchangeError(f"{self._what} failed on another rank: {cause}")
             now = time.monotonic()
             if now - max(checked, self._started) > self._timeout_s:

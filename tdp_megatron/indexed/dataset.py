@@ -5,36 +5,23 @@ from __future__ import annotations
 import operator
 import os
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from tdp_megatron.errors import FormatError
-from tdp_megatron.indexed.dtypes import DType
-from tdp_megatron.indexed.layout import IndexArrays, read_layout
+from tdp_megatron.indexed.expectations import Expectations, SequencesPerDataset
+from tdp_megatron.indexed.layout import IndexArrays
+from tdp_megatron.indexed.object_storage import ObjectStorageConfig, is_object_storage_path, object_exists
+from tdp_megatron.indexed.opening import OpenedPair, check_storage, open_pair
 from tdp_megatron.indexed.paths import get_bin_path, get_idx_path
-from tdp_megatron.indexed.pool import OPEN_FILES
-from tdp_megatron.indexed.readers import BinReader, FileBinReader, FileIdentity, MMapBinReader, map_file
 
 __all__ = ["IndexedDataset"]
 
 Item: TypeAlias = "npt.NDArray[Any] | tuple[npt.NDArray[Any], np.int8]"
 
-_OBJECT_STORES = ("s3://", "msc://", "gs://", "az://", "http://", "https://")
 _FINGERPRINT_LENGTHS = 4096
-
-
-@dataclass(frozen=True, slots=True)
-class _Opened:
-    """What stays known of a dataset's files while the pool may close them."""
-
-    reader: BinReader
-    idx_identity: FileIdentity
-    sequence_count: int
-    num_tokens: int
 
 
 class IndexedDataset:
@@ -44,18 +31,21 @@ class IndexedDataset:
     constructor arguments and keeps no file open by itself: maps and descriptors live in a bounded pool.
 
     Args:
-        path_prefix: path without ``.bin`` or ``.idx``.
+        path_prefix: path without ``.bin`` or ``.idx``, or the URL of two objects, ``s3://BUCKET/KEY`` or
+            ``msc://PROFILE/PATH``.
         multimodal: whether the index has a mode per sequence.
-        mmap: read through a memory map; otherwise with positioned reads that are tried again.
-        object_storage_config: not supported yet.
-        fast_cache_load: open the files at the first access instead of now.
-        sequences_per_dataset: ``{path_prefix: (sequence_count, document_count)}`` with document_count = documents + 1;
-            the index must agree.
+        mmap: read through a memory map; otherwise with positioned reads that are tried again. Must be False for
+            objects.
+        object_storage_config: how objects are read; None for the index in the user's cache folder.
+        fast_cache_load: open the files at the first access instead of now, and make the checks then.
+        sequences_per_dataset: ``{path_prefix: (sequence_count, document_count)}`` with document_count = documents + 1,
+            or the pair alone, as `tdp sequences` writes them; the index must agree.
         dtype_code: header code the index must have.
 
     Raises:
         FileNotFoundError: one of the two files is missing.
         FormatError: the files are not what the index says.
+        ValueError: arguments that do not go together.
     """
 
     def __init__(
@@ -63,90 +53,47 @@ class IndexedDataset:
         path_prefix: str | os.PathLike[str],
         multimodal: bool = False,
         mmap: bool = True,
-        object_storage_config: object | None = None,
+        object_storage_config: ObjectStorageConfig | None = None,
         fast_cache_load: bool = False,
-        sequences_per_dataset: Mapping[str, Sequence[int]] | None = None,
+        sequences_per_dataset: SequencesPerDataset | None = None,
         dtype_code: int | None = None,
     ) -> None:
         self.path_prefix: str = os.fspath(path_prefix)
-        if object_storage_config is not None or self.path_prefix.startswith(_OBJECT_STORES):
-            raise NotImplementedError(
-                f"{self.path_prefix}: object storage is not supported yet; copy the .bin and .idx files to a local or "
-                f"shared file system and leave object_storage_config unset"
-            )
         self.multimodal = bool(multimodal)
         self.mmap = bool(mmap)
-        self._arguments = (
-            self.path_prefix,
-            self.multimodal,
-            self.mmap,
-            None,
-            bool(fast_cache_load),
-            sequences_per_dataset,
-            dtype_code,
-        )
-        self._opened: _Opened | None = None
-        if not fast_cache_load:
+        self.object_storage_config = check_storage(self.path_prefix, self.mmap, object_storage_config)
+        self._fast = bool(fast_cache_load)
+        self._expected = Expectations.of(self.path_prefix, sequences_per_dataset, dtype_code)
+        self._opened: OpenedPair | None = None
+        if not self._fast:
             self._opened = self._open()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return IndexedDataset, self._arguments
+        expected = self._expected
+        counts, code = expected.entry, expected.dtype_code
+        return IndexedDataset, (
+            *(self.path_prefix, self.multimodal, self.mmap, self.object_storage_config, self._fast),
+            *(counts, code),
+        )
 
     def __repr__(self) -> str:
-        return f"IndexedDataset({self.path_prefix!r}, sequences={len(self)}, dtype={self.dtype.name})"
+        known = "not opened" if self._opened is None else f"sequences={len(self)}, dtype={self.dtype.name}"
+        return f"IndexedDataset({self.path_prefix!r}, {known})"
 
     @staticmethod
     def exists(path_prefix: str | os.PathLike[str]) -> bool:
-        """Whether both files of a prefix are there."""
+        """Whether both files of a prefix are there; of objects, the store is asked."""
         prefix = os.fspath(path_prefix)
-        return os.path.isfile(get_idx_path(prefix)) and os.path.isfile(get_bin_path(prefix))
+        is_there = object_exists if is_object_storage_path(prefix) else os.path.isfile
+        return is_there(get_idx_path(prefix)) and is_there(get_bin_path(prefix))
 
-    def _open(self) -> _Opened:
-        idx_path, bin_path = get_idx_path(self.path_prefix), get_bin_path(self.path_prefix)
-        idx_identity, bin_identity = self._identify(idx_path), self._identify(bin_path)
-        data = map_file(idx_identity)
-        arrays = read_layout(idx_path, data, bin_path, bin_identity.size, self.multimodal)
-        # A writer replaces first the data, then the index: the same index before and after means one pair.
-        if self._identify(idx_path) != idx_identity:
-            raise FormatError(f"{idx_path}: was replaced while it was being opened; open the dataset again")
-        self._check_expectations(arrays)
-        OPEN_FILES.get(("index", idx_identity, bin_identity), lambda: arrays)
-        reader = MMapBinReader if self.mmap else FileBinReader
-        return _Opened(
-            reader(bin_identity, arrays.dtype), idx_identity, len(arrays.sequence_lengths), arrays.num_tokens
+    def _open(self) -> OpenedPair:
+        return open_pair(
+            self.path_prefix, self.multimodal, self.mmap, self.object_storage_config, check=self._expected.check
         )
 
-    def _identify(self, path: str) -> FileIdentity:
-        try:
-            return FileIdentity.of(path)
-        except FileNotFoundError:
-            there = [p for p in (get_bin_path(self.path_prefix), get_idx_path(self.path_prefix)) if os.path.exists(p)]
-            hint = f"only {there[0]} is there: its writing or copying was interrupted" if there else "nor its partner"
-            if self.path_prefix.endswith((".bin", ".idx")):
-                hint = f"path_prefix is given without {self.path_prefix[-4:]}"
-            raise FileNotFoundError(f"{path} does not exist ({hint})") from None
-
-    def _check_expectations(self, arrays: IndexArrays) -> None:
-        *_, sequences_per_dataset, dtype_code = self._arguments
-        idx_path = get_idx_path(self.path_prefix)
-        if dtype_code is not None and DType.code_from_dtype(arrays.dtype) != dtype_code:
-            raise FormatError(
-                f"{idx_path}: byte 17: expected dtype code {dtype_code}, found "
-                f"{DType.code_from_dtype(arrays.dtype)} ({arrays.dtype.name})"
-            )
-        if sequences_per_dataset is not None:
-            if self.path_prefix not in sequences_per_dataset:
-                raise ValueError(f"sequences_per_dataset has no entry for {self.path_prefix}")
-            expected = tuple(int(count) for count in sequences_per_dataset[self.path_prefix])
-            found = (len(arrays.sequence_lengths), len(arrays.document_indices))
-            if expected != found:
-                raise FormatError(
-                    f"{idx_path}: byte 18: sequences_per_dataset says {expected} sequences and document indices, the "
-                    f"index has {found}; build that file again"
-                )
-
     @property
-    def _state(self) -> _Opened:
+    def _state(self) -> OpenedPair:
         if self._opened is None:
             self._opened = self._open()
         return self._opened
@@ -154,21 +101,24 @@ class IndexedDataset:
     @property
     def index(self) -> IndexArrays:
         """The checked index; its arrays are read-only, unaligned views of the file."""
-        idx, bin_ = self._state.idx_identity, self._state.reader.identity
-        arrays: IndexArrays = OPEN_FILES.get(
-            ("index", idx, bin_), lambda: read_layout(idx.path, map_file(idx), bin_.path, bin_.size, self.multimodal)
-        )
-        return arrays
+        return self._state.arrays()
 
     @property
     def dtype(self) -> np.dtype[Any]:
         """Element type of the tokens."""
-        return self._state.reader.dtype
+        known = self._expected.dtype if self._opened is None else None
+        return self._state.reader.dtype if known is None else known
 
     @property
     def num_tokens(self) -> int:
         """Tokens in all sequences."""
-        return self._state.num_tokens
+        known = self._expected.num_tokens if self._opened is None else None
+        return self._state.num_tokens if known is None else known
+
+    @property
+    def bin_nbytes(self) -> int:
+        """Bytes in the ``.bin`` file."""
+        return self._state.reader.identity.size
 
     @property
     def sequence_lengths(self) -> npt.NDArray[np.int32]:
@@ -191,7 +141,8 @@ class IndexedDataset:
         return self.index.sequence_modes
 
     def __len__(self) -> int:
-        return self._state.sequence_count
+        known = self._expected.sequence_count if self._opened is None else None
+        return self._state.sequence_count if known is None else known
 
     def __iter__(self) -> Iterator[Any]:
         return (self[i] for i in range(len(self)))
@@ -256,7 +207,7 @@ class IndexedDataset:
         return tokens if index.sequence_modes is None else (tokens, index.sequence_modes[i])
 
     def bin_bytes(self) -> npt.NDArray[np.uint8] | None:
-        """The whole ``.bin`` file as uint8 [size], a read-only map, or None with the file reader."""
+        """The whole ``.bin`` file as uint8 [size], a read-only map, or None with other readers."""
         return self._state.reader.bytes()
 
     def read_pieces(self, byte_offsets: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]) -> npt.NDArray[Any]:

@@ -62,7 +62,15 @@ def iter_pointers(lengths: npt.NDArray[np.int32], itemsize: int, start: int = 0)
         yield pointers
 
 
-def read_layout(path: str, data: npt.NDArray[np.uint8], bin_path: str, bin_size: int, multimodal: bool) -> IndexArrays:
+def read_layout(
+    path: str,
+    data: npt.NDArray[np.uint8],
+    bin_path: str,
+    bin_size: int,
+    multimodal: bool,
+    *,
+    known: bool = False,
+) -> IndexArrays:
     """Check an index against its own size and against its ``.bin`` file.
 
     Args:
@@ -71,6 +79,7 @@ def read_layout(path: str, data: npt.NDArray[np.uint8], bin_path: str, bin_size:
         bin_path: the data file, for messages.
         bin_size: bytes in the data file.
         multimodal: whether an int8 mode per sequence follows the arrays; the header does not say.
+        known: whether these very versions of both files have passed before; the arrays are then not read again.
 
     Returns:
         Views into ``data``.
@@ -88,10 +97,11 @@ def read_layout(path: str, data: npt.NDArray[np.uint8], bin_path: str, bin_size:
     lengths = data[HEADER_SIZE:pointers_at].view(np.int32)
     pointers = data[pointers_at:documents_at].view(np.int64)
     documents = data[documents_at:modes_at].view(np.int64)
-    _check_documents(path, documents, documents_at, n)
-    size = _check_sequences(path, lengths, pointers, pointers_at, header.dtype.itemsize, bin_path, bin_size)
+    if not known:
+        _check_documents(path, documents, documents_at, n)
+        _check_sequences(path, lengths, pointers, pointers_at, header.dtype.itemsize, bin_path, bin_size)
     modes = data[modes_at:].view(np.int8) if multimodal else None
-    return IndexArrays(header.dtype, lengths, pointers, documents, modes, size // header.dtype.itemsize)
+    return IndexArrays(header.dtype, lengths, pointers, documents, modes, bin_size // header.dtype.itemsize)
 
 
 def _check_size(path: str, size: int, header: Header, multimodal: bool) -> None:
@@ -140,7 +150,7 @@ def _check_sequences(
     itemsize: int,
     bin_path: str,
     bin_size: int,
-) -> int:
+) -> None:
     start = 0
     for first in range(0, len(lengths), _CHUNK):
         part = lengths[first : first + _CHUNK].copy()
@@ -165,4 +175,3 @@ def _check_sequences(
             f"{bin_path}: bin has {bin_size} bytes, index needs {total} ({len(lengths)} sequences, {itemsize} bytes "
             f"per token); the file is cut, or belongs to another index or dtype"
         )
-    return start

@@ -7,7 +7,7 @@ import fcntl
 import os
 from collections.abc import Iterator
 
-__all__ = ["fsync_folder", "get_bin_path", "get_idx_path", "locked_folder"]
+__all__ = ["fsync_folder", "get_bin_path", "get_idx_path", "locked_file", "locked_folder"]
 
 
 def get_idx_path(path_prefix: str) -> str:
@@ -40,4 +40,23 @@ def locked_folder(path: str) -> Iterator[None]:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def locked_file(path: str) -> Iterator[None]:
+    """Hold an advisory lock by the name ``path``, which is gone afterwards; a dead holder's lock is free."""
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        # Whoever held it before has removed the name: a lock on that file keeps nobody out.
+        if os.fstat(descriptor).st_nlink:
+            break
+        os.close(descriptor)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
         os.close(descriptor)

@@ -18,7 +18,7 @@ class HandlePool:
         limit: handles kept. Python's mmap keeps a descriptor per map, so maps count as well.
     """
 
-    def __init__(self, limit: int = 256) -> None:
+    def __init__(self, limit: int = 64) -> None:
         if limit < 1:
             raise ValueError(f"limit must be at least 1, got {limit}")
         self._limit = limit

@@ -10,7 +10,7 @@ import os
 import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +18,7 @@ import numpy.typing as npt
 from tdp_megatron.errors import FormatError
 from tdp_megatron.indexed.pool import OPEN_FILES
 
-__all__ = ["BinReader", "FileBinReader", "FileIdentity", "MMapBinReader", "map_file"]
+__all__ = ["BinReader", "FileBinReader", "FileIdentity", "MMapBinReader", "map_file", "open_map"]
 
 # Errors that a network file system may get over; anything else is reported at once.
 _TRANSIENT = frozenset({errno.EIO, errno.ESTALE, errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT, errno.ENOMEM})
@@ -65,23 +65,37 @@ class _Descriptor:
             os.close(number)
 
 
-def map_file(identity: FileIdentity) -> npt.NDArray[np.uint8]:
-    """Map a whole file read-only, through the pool of open files.
+def open_map(identity: FileIdentity) -> npt.NDArray[np.uint8]:
+    """Map a whole file read-only; the descriptor it takes is given back with the array.
 
     Returns:
         uint8 [size]; empty for an empty file, which cannot be mapped.
+
+    Raises:
+        FormatError: the file has changed.
     """
+    if identity.size == 0:
+        identity.check(FileIdentity.of(identity.path))
+        return np.empty(0, dtype=np.uint8)
+    with open(identity.path, "rb", buffering=0) as file:
+        identity.check(FileIdentity.of(identity.path, file.fileno()))
+        return np.asarray(np.memmap(file, dtype=np.uint8, mode="r", shape=(identity.size,)))
 
-    def open_map() -> npt.NDArray[np.uint8]:
-        if identity.size == 0:
-            identity.check(FileIdentity.of(identity.path))
-            return np.empty(0, dtype=np.uint8)
-        with open(identity.path, "rb", buffering=0) as file:
-            identity.check(FileIdentity.of(identity.path, file.fileno()))
-            return np.asarray(np.memmap(file, dtype=np.uint8, mode="r", shape=(identity.size,)))
 
-    mapped: npt.NDArray[np.uint8] = OPEN_FILES.get(("map", identity), open_map)
+def map_file(identity: FileIdentity) -> npt.NDArray[np.uint8]:
+    """The map of a whole file, from the pool of open files."""
+    mapped: npt.NDArray[np.uint8] = OPEN_FILES.get(("map", identity), lambda: open_map(identity))
     return mapped
+
+
+class _Version(Protocol):
+    """One version of a file, wherever it is."""
+
+    @property
+    def path(self) -> str: ...
+
+    @property
+    def size(self) -> int: ...
 
 
 class BinReader(ABC):
@@ -92,7 +106,7 @@ class BinReader(ABC):
         dtype: element type.
     """
 
-    def __init__(self, identity: FileIdentity, dtype: np.dtype[Any]) -> None:
+    def __init__(self, identity: _Version, dtype: np.dtype[Any]) -> None:
         self.identity = identity
         self.dtype = dtype
 
@@ -158,6 +172,8 @@ class BinReader(ABC):
 class MMapBinReader(BinReader):
     """Reads through a memory map; arrays are read-only views of it."""
 
+    identity: FileIdentity
+
     def bytes(self) -> npt.NDArray[np.uint8]:
         return map_file(self.identity)
 
@@ -190,6 +206,8 @@ class FileBinReader(BinReader):
     """Attempts per range before the error is passed on."""
     BACKOFF_SECONDS = 0.1
     """Wait before the second attempt; it doubles with each further one."""
+
+    identity: FileIdentity
 
     def read(self, byte_offset: int, count: int) -> npt.NDArray[Any]:
         result = np.empty(count, dtype=self.dtype)

@@ -10,6 +10,7 @@ import numpy as np
 from tdp_megatron.errors import FormatError
 from tdp_megatron.indexed.dataset import IndexedDataset
 from tdp_megatron.indexed.dtypes import UINT16_VOCAB_LIMIT
+from tdp_megatron.indexed.object_storage import is_object_storage_path
 from tdp_megatron.indexed.paths import get_bin_path
 
 __all__ = ["VerificationReport", "check_vocab", "verify"]
@@ -55,7 +56,8 @@ def verify(
     Raises:
         FormatError: the files do not fit each other, the format or the vocabulary.
     """
-    dataset = IndexedDataset(path_prefix, multimodal=multimodal)
+    prefix = os.fspath(path_prefix)
+    dataset = IndexedDataset(prefix, multimodal=multimodal, mmap=not is_object_storage_path(prefix))
     if vocab_size is not None:
         check_vocab(dataset, vocab_size)
     smallest, largest = _scan(dataset, vocab_size)

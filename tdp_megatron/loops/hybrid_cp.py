@@ -119,6 +119,8 @@ class HybridCPDataLoaderWrapper:
             key: np.zeros((int(lengths.sum()), *shape), dtype=dtype)
             for key, (dtype, shape) in self._exchange.token_keys.items()
         }
+        if "position_ids" in out:
+            out["position_ids"][:] = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
         requests = [SpanRequest.whole(ids, samples.seqlens[ids]) for ids in wanted]
         values = self._exchange.transfer(self._step, requests, samples, local.flat, out)
         tensors = {key: torch.from_numpy(array) for key, array in out.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tdp_megatron.nodes.base import Node, SampleSource
+from tdp_megatron.nodes.batch import Batch
 from tdp_megatron.nodes.blend import Blend
 from tdp_megatron.nodes.document_sample import DocumentSample
 from tdp_megatron.nodes.gpt_sample import GPTSample
@@ -15,6 +16,7 @@ from tdp_megatron.nodes.reroute import Reroute
 from tdp_megatron.nodes.shard import Shard
 
 __all__ = [
+    "Batch",
     "Blend",
     "DocumentSample",
     "GPTSample",

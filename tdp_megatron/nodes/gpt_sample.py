@@ -28,6 +28,7 @@ class GPTSample(SampleSource):
         drop_last_partial_sequence: whether a last, shorter sample is left out.
         eod_token: end-of-document id, for ``eod_mask_loss``.
         eod_mask_loss: no loss at positions whose token is ``eod_token``.
+        reset_position_ids: position ids start again from 0 after every ``eod_token``.
 
     Raises:
         ValueError: a bad argument; at reset, a split too small for one sample.
@@ -44,6 +45,7 @@ class GPTSample(SampleSource):
         drop_last_partial_sequence: bool = True,
         eod_token: int | None = None,
         eod_mask_loss: bool = False,
+        reset_position_ids: bool = False,
     ) -> None:
         super().__init__()
         if not isinstance(source, IndexedRead):
@@ -54,8 +56,8 @@ class GPTSample(SampleSource):
             raise ValueError(f"num_samples must be at least 1 or None, got {num_samples}")
         if not 0 <= random_seed < 2**32:
             raise ValueError(f"random_seed must be in [0, 2**32), got {random_seed}")
-        if eod_mask_loss and eod_token is None:
-            raise ValueError("eod_mask_loss needs eod_token")
+        if (eod_mask_loss or reset_position_ids) and eod_token is None:
+            raise ValueError(f"{'eod_mask_loss' if eod_mask_loss else 'reset_position_ids'} needs eod_token")
         self.source = source
         self.sequence_length = sequence_length
         self.num_samples = num_samples
@@ -64,6 +66,7 @@ class GPTSample(SampleSource):
         self.drop_last_partial_sequence = drop_last_partial_sequence
         self.eod_token = eod_token
         self.eod_mask_loss = eod_mask_loss
+        self.reset_position_ids = reset_position_ids
         self._reader: GPTReader | None = None
 
     def fingerprint(self) -> dict[str, Any]:
@@ -114,13 +117,18 @@ class GPTSample(SampleSource):
                 f"{self.sequence_length + extra}; give num_samples (epochs repeat), more data or a smaller "
                 "sequence_length"
             )
-        eod = self.eod_token if self.eod_mask_loss else None
         # Every sample is full but the one that ends the data, when it is kept.
         self._last_seqlen = self.sequence_length
         total = indices.num_epochs * indices.tokens_per_epoch
         if not self.drop_last_partial_sequence:
             self._last_seqlen = min(self.sequence_length, total - extra - (len(indices) - 1) * self.sequence_length)
-        self._reader = GPTReader(dataset, indices, extra, eod)
+        self._reader = GPTReader(
+            dataset,
+            indices,
+            extra,
+            self.eod_token if self.eod_mask_loss else None,
+            self.eod_token if self.reset_position_ids else None,
+        )
 
     def _restart(self, position: int, state: Mapping[str, Any] | None) -> None:
         if position > len(self):

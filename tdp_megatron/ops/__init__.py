@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tdp_megatron.ops.batch_buffers import BatchBuffers
 from tdp_megatron.ops.buffers import PackBuffers, PackedTensors, allocate_pack, packed_batches
 from tdp_megatron.ops.gather import gather_pack, pack
 from tdp_megatron.ops.metadata import LossSpans, PackMetadata
@@ -13,6 +14,7 @@ from tdp_megatron.ops.views import PackedSeqParams
 __all__ = [
     "DEFAULT_PADS",
     "MEGATRON_PADS",
+    "BatchBuffers",
     "LossSpans",
     "PackBuffers",
     "PackMetadata",

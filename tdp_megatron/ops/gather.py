@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -15,6 +14,7 @@ from tdp_megatron.ops.gather_reference import gather_reference
 from tdp_megatron.ops.metadata import LossSpans, PackMetadata
 from tdp_megatron.ops.pack_table import build_pack_table
 from tdp_megatron.ops.pads import DEFAULT_PADS, PadRules
+from tdp_megatron.ops.triton_present import has_triton
 from tdp_megatron.schedule.plan import Plan
 from tdp_megatron.types import Int64Array, PackedBatch
 
@@ -129,7 +129,7 @@ def _implementation(device: torch.device, backend: Backend | None) -> Callable[.
         if device.type == "cpu":
             backend = "native"
         else:
-            backend = "triton" if device.type == "cuda" and _has_triton() else "reference"
+            backend = "triton" if device.type == "cuda" and has_triton() else "reference"
     if backend == "reference":
         return gather_reference
     if backend == "native":
@@ -138,15 +138,11 @@ def _implementation(device: torch.device, backend: Backend | None) -> Callable[.
         return gather_native
     if backend != "triton":
         raise ValueError(f"backend must be 'reference', 'native' or 'triton', got {backend!r}")
-    if not _has_triton():
-        raise ValueError("backend 'triton' needs triton 3.2 or later: pip install 'tdp-megatron[triton]'")
+    if not has_triton():
+        raise ValueError("backend 'triton' needs triton 3.3 or later: pip install 'tdp-megatron[triton]'")
     from tdp_megatron.ops.triton_pack import gather_triton
 
     return gather_triton
-
-
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
 
 
 def _prepared(

@@ -7,12 +7,12 @@ rank r takes chunks r and 2 * cp - 1 - r, so that causal attention costs every r
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from typing import Literal, TypeAlias
 
 import torch
 
 from tdp_megatron import _C
+from tdp_megatron.ops.triton_present import has_triton
 
 __all__ = ["PartitionBackend", "cp_partition_indices", "cp_positions_reference"]
 
@@ -70,6 +70,8 @@ def cp_partition_indices(
             raise ValueError(f"backend 'native' runs on the CPU, cu_seqlens_padded are on {cu.device}")
         return torch.from_numpy(_C.cp_positions(cu.numpy(), cp_size, cp_rank))
     if backend == "triton":
+        if not has_triton():
+            raise ValueError("backend 'triton' needs triton 3.3 or later: pip install 'tdp-megatron[triton]'")
         from tdp_megatron.ops.triton_pack import cp_positions_triton
 
         return cp_positions_triton(cu, cp_size, cp_rank, total_tokens // cp_size)
@@ -81,7 +83,7 @@ def cp_partition_indices(
 def _fastest(device: torch.device) -> PartitionBackend:
     if device.type == "cpu":
         return "native"
-    return "triton" if device.type == "cuda" and importlib.util.find_spec("triton") is not None else "reference"
+    return "triton" if device.type == "cuda" and has_triton() else "reference"
 
 
 def _checked_total(cu: torch.Tensor, cp_size: int, total_tokens: int | None) -> int:

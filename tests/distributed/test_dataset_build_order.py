@@ -149,6 +149,7 @@ def test_a_rank_that_is_gone_is_named() -> None:
     def rank_fn(rank: int, world: int) -> Any:
         def work() -> None:
             if rank == 0:
+                time.sleep(0.5)  # between two signs of life: half a write would break the test's file store
                 os.kill(os.getpid(), 9)
 
         return run_in_rank_order(work, takes_part=True, what="the work", timeout_s=2.5)

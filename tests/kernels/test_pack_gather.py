@@ -14,6 +14,7 @@ from tdp_megatron.ops.gather import Backend, gather_pack, pack
 from tdp_megatron.ops.metadata import LossSpans, PackMetadata
 from tdp_megatron.ops.pack_table import build_pack_table
 from tdp_megatron.ops.pads import PadRules
+from tdp_megatron.ops.triton_present import is_new_enough
 from tdp_megatron.schedule.plan import Plan, PlanOp
 from tdp_megatron.types import ParallelLayout
 
@@ -121,6 +122,25 @@ def test_without_a_backend_the_cpu_takes_the_native_one(monkeypatch: pytest.Monk
     monkeypatch.setattr(gather, "gather_native", lambda *args: called.append("native"))
     pack(one_pack([3]), 0, {"tokens": torch.arange(3)}, np.array([0]))
     assert called == ["native"]
+
+
+def test_without_triton_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    import tdp_megatron.ops.gather as gather
+    import tdp_megatron.ops.partition as partition
+
+    for module in (gather, partition):
+        monkeypatch.setattr(module, "has_triton", lambda: False)
+    with pytest.raises(ValueError, match=r"needs triton 3.3 or later: pip install 'tdp-megatron\[triton\]'"):
+        pack(one_pack([3]), 0, {"tokens": torch.arange(3)}, np.array([0]), backend="triton")
+    with pytest.raises(ValueError, match="needs triton 3.3 or later"):
+        partition.cp_partition_indices(torch.tensor([0, 8]), 2, 0, backend="triton")
+
+
+@pytest.mark.parametrize(
+    ("version", "enough"), [("3.2.0", False), ("3.3.0", True), ("3.10.1+git5", True), ("2.9", False), ("4.0", True)]
+)
+def test_triton_versions(version: str, enough: bool) -> None:
+    assert is_new_enough(version) == enough
 
 
 def run(sources: dict[str, torch.Tensor], offsets: list[int], **options: Any) -> None:

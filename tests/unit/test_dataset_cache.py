@@ -466,6 +466,20 @@ def test_a_killed_builder_blocks_nobody(prefix: str) -> None:
     assert "lock" not in cache_files(prefix)
 
 
+def test_a_file_system_without_locks(
+    prefix: str, builds: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_locks(descriptor: int, operation: int) -> None:
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr("fcntl.flock", no_locks)
+    with caplog.at_level(logging.WARNING):
+        make(prefix)
+    assert "has no locks" in caplog.text
+    make(prefix)
+    assert len(builds) == 1
+
+
 def test_pickles_are_small_and_open_the_cache_again(prefix: str) -> None:
     dataset = make(prefix, num_samples=20_000)
     data = pickle.dumps(dataset)

@@ -243,6 +243,14 @@ def test_mock_data_needs_no_files() -> None:
 
 
 @pytest.mark.usefixtures("corpora")
+def test_mock_data_and_files_are_not_mixed_up() -> None:
+    with pytest.raises(ValueError, match="there are no files; give one, or use MockGPTDataset"):
+        build([4, 4, 4], blend=None, split=None)
+    with pytest.raises(ValueError, match="reads no files; use GPTDataset"):
+        build([4, 4, 4], cls=MockGPTDataset, blend=(["a"], None))
+
+
+@pytest.mark.usefixtures("corpora")
 def test_threads_change_nothing() -> None:
     one, two = (build([50, 5, 5], blend=(["a", "b"], [0.4, 0.6]), num_dataset_builder_threads=n)[0] for n in (1, 4))
     assert one.unique_description_hash == two.unique_description_hash
@@ -273,6 +281,16 @@ def test_blends_of_unlike_datasets() -> None:
     with pytest.raises(IndexError, match="there are 4"):
         blend[4]
     assert float(blend[None]["loss_mask"].sum()) == 0.0
+
+
+def test_object_storage_needs_local_folders() -> None:
+    fields: dict[str, Any] = {"blend": (["s3://bucket/a"], None), "mmap_bin_files": False}
+    with pytest.raises(ValueError, match="needs object_storage_cache_path"):
+        build([4, 4, 4], **fields)
+    with pytest.raises(ValueError, match="needs path_to_cache"):
+        build([4, 4, 4], **fields, path_to_cache=None, object_storage_cache_path="idx")
+    with pytest.raises(ValueError, match="mmap"):
+        build([4, 4, 4], **{**fields, "mmap_bin_files": True}, object_storage_cache_path="idx")
 
 
 def test_a_tokenizer_without_identifiers(tmp_path: Path) -> None:

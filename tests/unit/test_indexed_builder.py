@@ -328,7 +328,7 @@ def test_a_living_writer_keeps_its_temporary_file(tmp_path: Path) -> None:
 
 def test_index_replaced_while_opening(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     build(tmp_path / "x", [[1, 2], [3, 4]])
-    import tdp_megatron.indexed.dataset as module
+    import tdp_megatron.indexed.opening as module
 
     original = module.read_layout
 

@@ -202,33 +202,6 @@ def test_missing_file(prefix: Path, remove: tuple[str, ...], named: str, message
         IndexedDataset(prefix.parent / named)
 
 
-@pytest.mark.parametrize("arguments", [{"object_storage_config": object()}, {"path_prefix": "s3://bucket/x"}])
-def test_object_storage_is_refused(prefix: Path, arguments: dict[str, Any]) -> None:
-    with pytest.raises(NotImplementedError, match="object storage is not supported yet; copy"):
-        IndexedDataset(**{"path_prefix": prefix, **arguments})
-
-
-def test_expectations_of_the_fast_path(prefix: Path) -> None:
-    path = str(prefix)
-    assert len(IndexedDataset(path, sequences_per_dataset={path: [4, 5]}, dtype_code=4)) == 4
-    with pytest.raises(FormatError, match="expected dtype code 8, found 4"):
-        IndexedDataset(path, dtype_code=8)
-    with pytest.raises(FormatError, match=r"says \(4, 4\) sequences and document indices, the index has \(4, 5\)"):
-        IndexedDataset(path, sequences_per_dataset={path: [4, 4]})
-    with pytest.raises(ValueError, match="no entry for"):
-        IndexedDataset(path, sequences_per_dataset={})
-
-
-def test_fast_cache_load_opens_at_first_access(prefix: Path) -> None:
-    content = idx(prefix).read_bytes()
-    idx(prefix).unlink()
-    dataset = IndexedDataset(prefix, fast_cache_load=True)
-    with pytest.raises(FileNotFoundError):
-        len(dataset)
-    idx(prefix).write_bytes(content)
-    assert len(dataset) == 4
-
-
 def test_huge_sparse_file_is_opened(tmp_path: Path) -> None:
     lengths = np.array([(1 << 31) - 100, 123], dtype=np.int32)
     pointers = np.array([0, 8589934192])
