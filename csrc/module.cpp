@@ -7,6 +7,7 @@ void register_indices(pybind11::module_& m);
 void register_pack(pybind11::module_& m);
 void register_random(pybind11::module_& m);
 void register_wire(pybind11::module_& m);
+void register_schedule(pybind11::module_& m);
 }  // namespace tdp
 
 PYBIND11_MODULE(_C, m, pybind11::mod_gil_not_used()) {
@@ -16,4 +17,5 @@ PYBIND11_MODULE(_C, m, pybind11::mod_gil_not_used()) {
     tdp::register_gather(m);
     tdp::register_pack(m);
     tdp::register_wire(m);
+    tdp::register_schedule(m);
 }

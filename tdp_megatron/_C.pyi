@@ -143,3 +143,32 @@ def fill_spans(
     padding_mask: npt.NDArray[np.bool_],
     document_id: npt.NDArray[np.int32],
 ) -> None: ...
+
+class ScheduleInput:
+    def __init__(
+        self,
+        seqlens: npt.NDArray[np.int64],
+        cp_sizes: list[int],
+        num_ranks: int,
+        token_limit: int,
+        tail: int,
+        max_sequences: int,
+        microbatches_multiple: int,
+        cost: list[float],
+    ) -> None: ...
+
+_ScheduleOps = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]
+
+def schedule_buddy(input: ScheduleInput, lower_bound: float) -> _ScheduleOps: ...
+def schedule_waves(
+    input: ScheduleInput, lower_bound: float, lockstep: bool, pipeline: bool, stages_before: float
+) -> _ScheduleOps: ...
+def schedule_lpt(input: ScheduleInput, cp_size: int) -> _ScheduleOps: ...
+def schedule_next_fit(input: ScheduleInput, cp_size: int) -> _ScheduleOps: ...
+def schedule_dynamic_cp(input: ScheduleInput, unit: int) -> _ScheduleOps: ...
+def schedule_free_step(
+    first_rank: npt.NDArray[np.int64],
+    cp_size: npt.NDArray[np.int64],
+    seconds: npt.NDArray[np.float64],
+    num_ranks: int,
+) -> float: ...

@@ -14,6 +14,7 @@ from tdp_megatron.schedule.buddy import buddy
 from tdp_megatron.schedule.cost import CostModel
 from tdp_megatron.schedule.dp_balanced import dp_balanced
 from tdp_megatron.schedule.dynamic_cp import default_dynamic_cp
+from tdp_megatron.schedule.hybrid_cp import balanced_hybrid_cp
 from tdp_megatron.schedule.keys import check_keys, schedule_with_keys
 from tdp_megatron.schedule.lpt import best_fit, kk, lpt
 from tdp_megatron.schedule.plan import Plan
@@ -110,6 +111,7 @@ def schedule(
 
 
 for _name, _algorithm in (
+    ("balanced_hybrid_cp", balanced_hybrid_cp),
     ("best_fit", best_fit),
     ("buddy", buddy),
     ("default_dynamic_cp", default_dynamic_cp),

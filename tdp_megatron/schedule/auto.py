@@ -19,8 +19,11 @@ __all__ = ["auto"]
 
 #: A plan this close to the lower bound is not worth another candidate.
 _GOOD_ENOUGH = 1.005
+#: The same for large batches, where a candidate takes long and luck plays no part.
+_GOOD_ENOUGH_LARGE = 1.03
+_LARGE = 16384
 #: Differencing keeps a list per rank and pays off only for few sequences.
-_MOST_SEQUENCES_FOR_KK = 4096
+_MOST_SEQUENCES_FOR_KK = 512
 
 
 def auto(problem: Problem) -> Plan:
@@ -38,7 +41,11 @@ def auto(problem: Problem) -> Plan:
         candidates.append(kk)
     candidates.append(lpt if equal else waves)
     candidates.append(default_dynamic_cp)
-    good_enough = lower_bound(problem.seqlens, problem.layout, problem.cost) * _GOOD_ENOUGH
+    if problem.mode.name == "pipeline" and len(problem.seqlens) >= _LARGE:
+        # The lower bound knows nothing of bubbles and ends no search here; what is left out is far behind waves.
+        candidates = candidates[:2]
+    close = _GOOD_ENOUGH if len(problem.seqlens) < _LARGE else _GOOD_ENOUGH_LARGE
+    good_enough = lower_bound(problem.seqlens, problem.layout, problem.cost) * close
     best, best_seconds, reason = None, float("inf"), None
     for candidate in candidates:
         try:

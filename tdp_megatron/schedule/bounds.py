@@ -27,16 +27,17 @@ def lower_bound(seqlens: npt.ArrayLike, layout: ParallelLayout, cost: CostModel)
     """
     lengths = check_seqlens(seqlens)
     check_fits(lengths, layout, layout.cp_sizes)
-    capacity = layout.num_ranks * layout.tokens_per_rank_limit
-    # Python's sums of int are exact; microbatches are at least one, since an idle rank runs a dummy pack.
+    # Python's sums of int are exact. On average a rank runs at least total / capacity microbatches, and each at least
+    # one, since an idle rank runs a dummy pack; rounding the average up would be no bound where counts may differ.
     total: int = sum(lengths.tolist())
+    capacity = layout.num_ranks * layout.tokens_per_rank_limit
     squares = float(np.cumsum(np.append(0.0, cost.squares(lengths)))[-1])
-    microbatches = max(-(-total // capacity), 1)
-    area: float = (cost.a * total + cost.b * squares) / layout.num_ranks + cost.c0 * microbatches
+    work = cost.a * total + cost.b * squares
+    area: float = work / layout.num_ranks + cost.c0 * max(total / capacity, 1.0)
     if len(lengths) == 0:
         return area
     longest = int(lengths.max())
-    work = cost.a * longest + cost.b * float(cost.squares(np.array([longest]))[0])
+    work_of_longest = cost.a * longest + cost.b * float(cost.squares(np.array([longest]))[0])
     most = max(k for k in layout.cp_sizes if longest <= pack_token_cap(layout, k))
-    alone: float = cost.c0 + work / most
+    alone: float = cost.c0 + work_of_longest / most
     return max(area, alone)

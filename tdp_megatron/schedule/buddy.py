@@ -5,16 +5,22 @@ from __future__ import annotations
 import heapq
 import math
 
+from tdp_megatron import _C
 from tdp_megatron.schedule.bounds import lower_bound
-from tdp_megatron.schedule.dynamic import Level, PlacedOp, Scratch, plan_of_placed_ops
-from tdp_megatron.schedule.packs import best_fit_packs
+from tdp_megatron.schedule.dynamic import Level, Scratch
+from tdp_megatron.schedule.native import native_input
+from tdp_megatron.schedule.packs import PlacedOp, best_fit_packs, plan_of_ops, plan_of_placed_ops
 from tdp_megatron.schedule.plan import Plan
 from tdp_megatron.schedule.problem import Problem
 
-__all__ = ["buddy"]
+__all__ = ["buddy", "buddy_reference"]
 
 #: Longest time of a sequence alone, as a share of the step's lower bound; each is one candidate.
 THETAS = (1.0, 0.8, 0.65, 0.5, 0.4, 0.3, 0.2, 0.1)
+#: A step this close to the lower bound ends the search.
+GOOD_ENOUGH = 1.002
+#: Candidates in a row that bring nothing before the search ends.
+PATIENCE = 2
 
 
 def buddy(problem: Problem) -> Plan:
@@ -24,9 +30,16 @@ def buddy(problem: Problem) -> Plan:
     there. All ranks of a block have run the same ops before, so none of them waits: the step takes the largest sum
     of a rank. The share is the one, of a few, whose step is shortest.
     """
+    bound = lower_bound(problem.seqlens, problem.layout, problem.cost)
+    return plan_of_ops(problem, *_C.schedule_buddy(native_input(problem), bound), "buddy")
+
+
+def buddy_reference(problem: Problem) -> Plan:
+    """``buddy`` in plain Python; the native core gives the same plan."""
     scratch = Scratch(problem)
     bound = lower_bound(problem.seqlens, problem.layout, problem.cost)
     best_seconds, best_ops = math.inf, None
+    worse = 0
     seen = set()
     for theta in THETAS:
         levels = scratch.choose_levels(theta * bound)
@@ -37,6 +50,11 @@ def buddy(problem: Problem) -> Plan:
         seconds, ops = _place(scratch, levels)
         if seconds < best_seconds:
             best_seconds, best_ops = seconds, ops
+            worse = 0
+        else:
+            worse += 1
+        if best_seconds <= bound * GOOD_ENOUGH or worse >= PATIENCE:
+            break
     return plan_of_placed_ops(problem, best_ops or [], "buddy")
 
 

@@ -49,8 +49,11 @@ class CostModel:
     def __post_init__(self) -> None:
         for f in fields(self):
             value = getattr(self, f.name)
-            if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
-                raise TypeError(f"{f.name} must be a number, got {value!r} of type {type(value).__name__}")
+            whole = f.name in ("window", "layers", "node_ranks")
+            kinds = (int, np.integer) if whole else (int, float, np.integer, np.floating)
+            if isinstance(value, bool) or not isinstance(value, kinds):
+                kind = "an int" if whole else "a number"
+                raise TypeError(f"{f.name} must be {kind}, got {value!r} of type {type(value).__name__}")
             if not math.isfinite(value) or value < 0:
                 raise ValueError(f"{f.name} must be finite and not negative, got {value}")
         for name in ("bandwidth", "internode_bandwidth", "node_ranks"):
@@ -119,10 +122,8 @@ class CostModel:
 
 def rank_costs(plan: Plan, cost: CostModel) -> Float64Array:
     """Seconds of work of every rank, float64 [R]."""
-    sizes = plan.op_cp_size
-    starts = np.cumsum(sizes) - sizes
-    ranks = np.arange(int(sizes.sum())) + np.repeat(plan.op_first_rank - starts, sizes)
-    weights = np.repeat(cost.plan_costs(plan), sizes)
+    ops, ranks, _ = plan.by_op_and_rank()
+    weights = cost.plan_costs(plan)[ops]
     return np.asarray(np.bincount(ranks, weights=weights, minlength=plan.layout.num_ranks), dtype=np.float64)
 
 

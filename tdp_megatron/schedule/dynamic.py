@@ -1,21 +1,17 @@
-"""What the algorithms for dynamic CP share: cost of an op that grows, its room, and plans from blocks of ranks."""
+"""What the reference algorithms for dynamic CP share: sequences seen on every CP size, cost and room of an op."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from tdp_megatron.schedule.cost import CostModel
-from tdp_megatron.schedule.plan import Plan, padded_seqlens, tokens_per_rank
+from tdp_megatron.schedule.plan import padded_seqlens, tokens_per_rank
 from tdp_megatron.schedule.problem import Problem, pack_token_cap
 
-__all__ = ["Level", "PlacedOp", "Scratch", "plan_of_placed_ops"]
-
-#: First rank, CP size, sample ids in pack order.
-PlacedOp = tuple[int, int, list[int]]
+__all__ = ["Level", "Scratch"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,32 +118,3 @@ def _bandwidth(cost: CostModel, k: int) -> float:
 def _comm(cost: CostModel, k: int, tokens: int) -> float:
     moved = tokens * cost.kv_bytes / _bandwidth(cost, k)
     return 3.0 * cost.layers * (k - 1.0) * (cost.latency + moved)
-
-
-def plan_of_placed_ops(problem: Problem, ops: Sequence[PlacedOp], algorithm: str) -> Plan:
-    """The plan of ``ops`` in order, with dummy packs where ranks have too few microbatches for the limits."""
-    num_ranks = problem.layout.num_ranks
-    counts = np.zeros(num_ranks, dtype=np.int64)
-    for first, size, _ in ops:
-        counts[first : first + size] += 1
-    multiple = problem.limits.microbatches_multiple
-    wanted = np.maximum(-(-counts // multiple), 1) * multiple
-    if problem.equal_count:
-        wanted[:] = wanted.max()
-    smallest = problem.layout.cp_sizes[0]
-    # All ranks of a smallest block run the same ops, so its first rank speaks for it.
-    dummies: list[PlacedOp] = [
-        (first, smallest, [])
-        for first in range(0, num_ranks, smallest)
-        for _ in range(int(wanted[first] - counts[first]))
-    ]
-    placed = [*ops, *dummies]
-    return Plan.from_packs(
-        problem.layout,
-        problem.seqlens,
-        np.array([first for first, _, _ in placed], dtype=np.int64),
-        np.array([size for _, size, _ in placed], dtype=np.int64),
-        np.cumsum([0] + [len(ids) for _, _, ids in placed], dtype=np.int64),
-        np.array([i for _, _, ids in placed for i in ids], dtype=np.int64),
-        algorithm=algorithm,
-    )

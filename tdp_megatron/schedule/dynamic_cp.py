@@ -7,12 +7,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from tdp_megatron import _C
 from tdp_megatron.errors import ScheduleError
-from tdp_megatron.schedule.dynamic import PlacedOp, plan_of_placed_ops
+from tdp_megatron.schedule.native import native_input
+from tdp_megatron.schedule.packs import PlacedOp, plan_of_ops, plan_of_placed_ops
 from tdp_megatron.schedule.plan import Plan
 from tdp_megatron.schedule.problem import Problem
 
-__all__ = ["default_dynamic_cp"]
+__all__ = ["default_dynamic_cp", "default_dynamic_cp_reference"]
 
 #: A group may take this much more work than the one of the tallest sequence.
 _WORK_SLACK = 1.05
@@ -40,19 +42,16 @@ def default_dynamic_cp(problem: Problem, *, pad: str = "after") -> Plan:
     Raises:
         ScheduleError: padding before scheduling makes a sequence too long.
     """
-    if pad not in ("after", "before"):
-        raise ValueError(f"pad must be 'after' or 'before', got {pad!r}")
+    unit = _unit(problem, pad)
+    plan = plan_of_ops(problem, *_C.schedule_dynamic_cp(native_input(problem), unit), "default_dynamic_cp")
+    return _padded_before(plan, unit)
+
+
+def default_dynamic_cp_reference(problem: Problem, *, pad: str = "after") -> Plan:
+    """``default_dynamic_cp`` in plain Python; the native core gives the same plan."""
     layout = problem.layout
-    limit = layout.tokens_per_rank_limit
-    unit = 2 * layout.num_ranks * layout.sp if pad == "before" else 1
+    unit = _unit(problem, pad)
     lengths = (-(-problem.seqlens // unit) * unit).tolist()
-    longest = max(lengths, default=0)
-    if pad == "before" and longest > limit * max(layout.cp_sizes):
-        sample_id = lengths.index(longest)
-        raise ScheduleError(
-            f"sequence {sample_id} has {int(problem.seqlens[sample_id])} tokens, {longest} when padded to a multiple "
-            f"of {unit}; the limit is {limit * max(layout.cp_sizes)}: use pad='after'"
-        )
     alive = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     ops: list[PlacedOp] = []
     while alive:
@@ -64,12 +63,32 @@ def default_dynamic_cp(problem: Problem, *, pad: str = "after") -> Plan:
             first += group.cp_size
         smallest = layout.cp_sizes[0]
         ops.extend((rank, smallest, []) for rank in range(first, layout.num_ranks, smallest))
-    plan = plan_of_placed_ops(problem, ops, "default_dynamic_cp")
-    if pad == "after":
+    return _padded_before(plan_of_placed_ops(problem, ops, "default_dynamic_cp"), unit)
+
+
+def _unit(problem: Problem, pad: str) -> int:
+    """Tokens to whose multiple sequences are padded before scheduling; refuses a sequence that then fits nowhere."""
+    if pad not in ("after", "before"):
+        raise ValueError(f"pad must be 'after' or 'before', got {pad!r}")
+    layout = problem.layout
+    unit = 2 * layout.num_ranks * layout.sp if pad == "before" else 1
+    limit = layout.tokens_per_rank_limit * max(layout.cp_sizes)
+    padded = -(-problem.seqlens // unit) * unit
+    if pad == "before" and len(padded) and int(padded.max()) > limit:
+        sample_id = int(np.argmax(padded))
+        raise ScheduleError(
+            f"sequence {sample_id} has {int(problem.seqlens[sample_id])} tokens, {int(padded[sample_id])} when padded "
+            f"to a multiple of {unit}; the limit is {limit}: use pad='after'"
+        )
+    return unit
+
+
+def _padded_before(plan: Plan, unit: int) -> Plan:
+    if unit == 1:
         return plan
-    padded = np.array(lengths, dtype=np.int64)[plan.sample_ids]
+    padded = (-(-plan.seqlens // unit) * unit)[plan.sample_ids]
     return Plan(
-        layout,
+        plan.layout,
         plan.seqlens,
         plan.op_first_rank,
         plan.op_cp_size,

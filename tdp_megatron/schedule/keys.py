@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tdp_megatron.errors import ScheduleError
-from tdp_megatron.schedule.dynamic import PlacedOp, plan_of_placed_ops
+from tdp_megatron.schedule.packs import PlacedOp, plan_of_placed_ops
 from tdp_megatron.schedule.plan import Plan
 from tdp_megatron.schedule.problem import Limits, Problem, pack_token_cap
 from tdp_megatron.types import Int64Array

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import heapq
 
-from tdp_megatron.schedule.packs import best_fit_packs, fill_up, plan_of_rank_packs, static_cp_size
+from tdp_megatron import _C
+from tdp_megatron.schedule.native import native_input
+from tdp_megatron.schedule.packs import best_fit_packs, plan_of_ops, plan_of_rank_packs, static_cp_size
 from tdp_megatron.schedule.plan import Plan, padded_seqlens
 from tdp_megatron.schedule.problem import Problem, pack_token_cap
 
-__all__ = ["best_fit", "kk", "lpt"]
+__all__ = ["best_fit", "kk", "lpt", "lpt_reference"]
 
 
 def lpt(problem: Problem) -> Plan:
@@ -17,6 +19,12 @@ def lpt(problem: Problem) -> Plan:
     Graham, "Bounds on multiprocessing timing anomalies" (1969). Ties go to the lower sample id and the lower rank. CP
     is static: all packs run on ``cp`` neighbouring ranks.
     """
+    cp_size = static_cp_size(problem, "lpt")
+    return plan_of_ops(problem, *_C.schedule_lpt(native_input(problem), cp_size), "lpt")
+
+
+def lpt_reference(problem: Problem) -> Plan:
+    """``lpt`` in plain Python; the native core gives the same plan."""
     cp_size = static_cp_size(problem, "lpt")
     costs = problem.cost.sequence_costs(problem.seqlens, cp_size)
     return _pack_and_plan(problem, _longest_first(costs.tolist(), problem.layout.num_ranks // cp_size), cp_size, "lpt")
@@ -82,7 +90,6 @@ def best_fit(problem: Problem) -> Plan:
     packs = best_fit_packs(order, padded, pack_token_cap(problem.layout, cp_size), problem.max_sequences)
     costs = [problem.cost.microbatch_cost(problem.seqlens[pack], cp_size, problem.layout) for pack in packs]
     by_rank = [[packs[number] for number in numbers] for numbers in _longest_first(costs, num_blocks)]
-    fill_up(problem, by_rank)
     return plan_of_rank_packs(problem, by_rank, cp_size, "best_fit")
 
 
@@ -104,5 +111,4 @@ def _pack_and_plan(problem: Problem, split: list[list[int]], cp_size: int, algor
     for ids in split:
         packs = best_fit_packs(sorted(ids, key=lambda i: (-padded[i], i)), padded, cap, problem.max_sequences)
         by_rank.append(packs)
-    fill_up(problem, by_rank)
     return plan_of_rank_packs(problem, by_rank, cp_size, algorithm)

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 
 from tdp_megatron.schedule.api import schedule
+from tdp_megatron.schedule.hybrid_cp import hybrid_groups
 from tdp_megatron.schedule.plan import Plan
 from tdp_megatron.types import ParallelLayout
 
-__all__ = ["BasePackingScheduler", "DefaultDynamicCPScheduler", "DpBalancedScheduler"]
+__all__ = ["BalancedCPScheduler", "BasePackingScheduler", "DefaultDynamicCPScheduler", "DpBalancedScheduler"]
 
 #: What every sample needs on the wire.
 _SAMPLE_KEYS = ("tokens", "labels", "loss_mask", "position_ids", "original_seq_len", "padded_seq_len")
@@ -106,4 +107,39 @@ class DefaultDynamicCPScheduler(BasePackingScheduler):
             algorithm="default_dynamic_cp",
             equal_count=True,
             microbatches_multiple=self.microbatch_group_size_per_vp_stage or 1,
+        )
+
+
+class BalancedCPScheduler:
+    """Hybrid CP: each sample on as many ranks as its length needs, in groups with a barrier after each."""
+
+    def __init__(self, max_seqlen_per_rank: int, num_ranks: int) -> None:
+        """Keep the layout.
+
+        Args:
+            max_seqlen_per_rank: most tokens of one sample on one rank.
+            num_ranks: DP x CP ranks.
+        """
+        for name, value in (("max_seqlen_per_rank", max_seqlen_per_rank), ("num_ranks", num_ranks)):
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        self.max_seqlen_per_rank = max_seqlen_per_rank
+        self.num_ranks = num_ranks
+
+    def get_groups_and_subsamples(
+        self, sample_id_seqlens: Sequence[tuple[int, int]]
+    ) -> tuple[list[list[list[int]]], list[list[list[int]]]]:
+        """Lengths, and sample ids, by group and rank, in the order in which each rank runs them.
+
+        They equal Megatron's also where no process group has the ranks of a sample; ``balanced_hybrid_cp`` gives a
+        plan that can be run.
+
+        Args:
+            sample_id_seqlens: (sample id, length in tokens) in order of arrival.
+        """
+        seqlens = [seqlen for _, seqlen in sample_id_seqlens]
+        groups = hybrid_groups(seqlens, self.max_seqlen_per_rank, self.num_ranks)
+        return (
+            [[[seqlens[i] for i in rank] for rank in group] for group in groups],
+            [[[sample_id_seqlens[i][0] for i in rank] for rank in group] for group in groups],
         )

@@ -1,4 +1,4 @@
-"""Packs under a token cap on a static CP group, and the plan that lists of packs per DP rank make."""
+"""Packs under a token cap on a static CP group, and the plan that a list of packs or ops makes."""
 
 from __future__ import annotations
 
@@ -10,8 +10,19 @@ import numpy as np
 from tdp_megatron.errors import ScheduleError
 from tdp_megatron.schedule.plan import Plan
 from tdp_megatron.schedule.problem import Problem, check_fits
+from tdp_megatron.types import Int64Array
 
-__all__ = ["best_fit_packs", "fill_up", "plan_of_rank_packs", "static_cp_size"]
+__all__ = [
+    "PlacedOp",
+    "best_fit_packs",
+    "plan_of_ops",
+    "plan_of_placed_ops",
+    "plan_of_rank_packs",
+    "static_cp_size",
+]
+
+#: First rank, CP size, sample ids in pack order.
+PlacedOp = tuple[int, int, list[int]]
 
 
 def static_cp_size(problem: Problem, algorithm: str) -> int:
@@ -59,33 +70,68 @@ def best_fit_packs(sample_ids: Sequence[int], padded: Sequence[int], cap: int, m
     return packs
 
 
-def fill_up(problem: Problem, by_rank: list[list[list[int]]]) -> None:
-    """Add dummy packs until every rank has a count that the limits allow, at least one."""
-    multiple = problem.limits.microbatches_multiple
-    counts = [max(-(-len(packs) // multiple), 1) * multiple for packs in by_rank]
-    most = max(counts)
-    for packs, count in zip(by_rank, counts, strict=True):
-        wanted = most if problem.equal_count else count
-        packs.extend([] for _ in range(wanted - len(packs)))
-
-
-def plan_of_rank_packs(
-    problem: Problem, by_rank: Sequence[Sequence[Sequence[int]]], cp_size: int, algorithm: str
-) -> Plan:
+def plan_of_rank_packs(problem: Problem, by_rank: Sequence[Sequence[list[int]]], cp_size: int, algorithm: str) -> Plan:
     """The plan in which block d of ``cp_size`` ranks runs packs ``by_rank[d]`` in order; an empty one is a dummy."""
-    order = [
-        (microbatch, block)
-        for microbatch in range(max(map(len, by_rank), default=0))
-        for block in range(len(by_rank))
-        if microbatch < len(by_rank[block])
-    ]
-    packs = [by_rank[block][microbatch] for microbatch, block in order]
+    return plan_of_placed_ops(
+        problem,
+        [
+            (block * cp_size, cp_size, by_rank[block][microbatch])
+            for microbatch in range(max(map(len, by_rank), default=0))
+            for block in range(len(by_rank))
+            if microbatch < len(by_rank[block])
+        ],
+        algorithm,
+    )
+
+
+def plan_of_placed_ops(problem: Problem, ops: Sequence[PlacedOp], algorithm: str) -> Plan:
+    """``plan_of_ops`` for lists."""
+    return plan_of_ops(
+        problem,
+        np.array([first for first, _, _ in ops], dtype=np.int64),
+        np.array([size for _, size, _ in ops], dtype=np.int64),
+        np.cumsum([0] + [len(ids) for _, _, ids in ops], dtype=np.int64),
+        np.array([i for _, _, ids in ops for i in ids], dtype=np.int64),
+        algorithm,
+    )
+
+
+def plan_of_ops(
+    problem: Problem,
+    first_rank: Int64Array,
+    cp_size: Int64Array,
+    offsets: Int64Array,
+    sample_ids: Int64Array,
+    algorithm: str,
+) -> Plan:
+    """The plan of ops in order, with dummy packs at the end where ranks have too few microbatches for the limits.
+
+    Args:
+        problem: layout and limits.
+        first_rank, cp_size: int64 [m].
+        offsets: int64 [m + 1] into ``sample_ids``.
+        sample_ids: int64 [n], by op.
+        algorithm: name of what made the ops.
+    """
+    num_ranks = problem.layout.num_ranks
+    starts_and_ends = np.zeros(num_ranks + 1, dtype=np.int64)
+    np.add.at(starts_and_ends, first_rank, 1)
+    np.add.at(starts_and_ends, first_rank + cp_size, -1)
+    counts = np.cumsum(starts_and_ends[:num_ranks])
+    multiple = problem.limits.microbatches_multiple
+    wanted = np.maximum(-(-counts // multiple), 1) * multiple
+    if problem.equal_count:
+        wanted[:] = wanted.max()
+    # All ranks of a smallest block run the same ops, so its first rank speaks for it.
+    smallest = problem.layout.cp_sizes[0]
+    firsts = np.arange(0, num_ranks, smallest, dtype=np.int64)
+    dummies = np.repeat(firsts, (wanted - counts)[firsts])
     return Plan.from_packs(
         problem.layout,
         problem.seqlens,
-        np.array([block * cp_size for _, block in order], dtype=np.int64),
-        np.full(len(order), cp_size, dtype=np.int64),
-        np.cumsum([0] + [len(pack) for pack in packs], dtype=np.int64),
-        np.array([i for pack in packs for i in pack], dtype=np.int64),
+        np.concatenate([first_rank, dummies]),
+        np.concatenate([cp_size, np.full(len(dummies), smallest, dtype=np.int64)]),
+        np.concatenate([offsets, np.full(len(dummies), offsets[-1], dtype=np.int64)]),
+        sample_ids,
         algorithm=algorithm,
     )

@@ -244,9 +244,18 @@ class Plan:
         ops: tuple[PlanOp, ...] = cached
         return ops
 
-    def _by_rank(self) -> tuple[Int64Array, Int64Array]:
-        """Offsets [R + 1] and op numbers, ops of each rank in order."""
-        cached = self._cache.get("by_rank")
+    def by_op_and_rank(self) -> tuple[Int64Array, Int64Array, Int64Array]:
+        """Every pair of an op and one of its ranks, by op then rank.
+
+        Returns:
+            Op, rank, and the number of the op among those of the rank, int64 [sum of op_cp_size] each.
+        """
+        pairs: tuple[Int64Array, Int64Array, Int64Array] = self._pairs()[:3]
+        return pairs
+
+    def _pairs(self) -> tuple[Int64Array, Int64Array, Int64Array, Int64Array, Int64Array]:
+        """``by_op_and_rank``, then offsets [R + 1] into the ops of each rank in order, and those ops."""
+        cached = self._cache.get("pairs")
         if cached is None:
             num_ranks = self.layout.num_ranks
             sizes = self.op_cp_size
@@ -262,22 +271,24 @@ class Plan:
             by_rank.flags.writeable = False
             offsets = np.zeros(num_ranks + 1, dtype=np.int64)
             np.cumsum(np.bincount(ranks, minlength=num_ranks), out=offsets[1:])
-            cached = (offsets, by_rank)
-            self._cache["by_rank"] = cached
-        pair: tuple[Int64Array, Int64Array] = cached
-        return pair
+            numbers = np.empty(len(ops), dtype=np.int64)
+            numbers[order] = np.arange(len(ops), dtype=np.int64) - offsets[ranks[order]]
+            cached = (ops, ranks, numbers, offsets, by_rank)
+            self._cache["pairs"] = cached
+        pairs: tuple[Int64Array, Int64Array, Int64Array, Int64Array, Int64Array] = cached
+        return pairs
 
     def rank_ops(self, rank: int) -> Int64Array:
         """Numbers of the ops that ``rank`` runs, in order, int64 [microbatches of the rank]."""
         if not 0 <= rank < self.layout.num_ranks:
             raise ValueError(f"rank {rank} is outside the {self.layout.num_ranks} ranks of the layout")
-        offsets, ops = self._by_rank()
+        *_, offsets, ops = self._pairs()
         return ops[offsets[rank] : offsets[rank + 1]]
 
     @property
     def num_microbatches_per_rank(self) -> Int64Array:
         """Microbatches of every rank, int64 [R]."""
-        counts: Int64Array = np.diff(self._by_rank()[0])
+        counts: Int64Array = np.diff(self._pairs()[3])
         return counts
 
     def num_microbatches(self, rank: int) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tdp_megatron import _C
 from tdp_megatron.errors import ScheduleError
 from tdp_megatron.schedule.bounds import lower_bound
 from tdp_megatron.schedule.cost import CostModel
@@ -152,7 +153,25 @@ def simulate(
 
 def step_seconds(plan: Plan, cost: CostModel, mode: Mode) -> float:
     """Only the step time of ``simulate``, for algorithms that compare candidates."""
-    return _run(plan, cost.plan_costs(plan), mode, np.arange(plan.num_ops, dtype=np.int64))[0]
+    seconds = cost.plan_costs(plan)
+    if mode.name == "free":
+        return _C.schedule_free_step(plan.op_first_rank, plan.op_cp_size, seconds, plan.layout.num_ranks)
+    if mode.name == "barrier":
+        return _run(plan, seconds, mode, np.arange(plan.num_ops, dtype=np.int64))[0]
+    ops, ranks, numbers = plan.by_op_and_rank()
+    if mode.name == "lockstep":
+        starts = np.cumsum(plan.op_cp_size) - plan.op_cp_size
+        wave = numbers[starts]
+        counts = plan.num_microbatches_per_rank
+        if not np.array_equal(wave[ops], numbers) or int(counts.min()) != int(counts.max()):
+            return _run(plan, seconds, mode, np.arange(plan.num_ops, dtype=np.int64))[0]
+        longest = np.zeros(int(counts[0]))
+        np.maximum.at(longest, wave, seconds)
+        return float(np.cumsum(longest)[-1]) if len(longest) else 0.0
+    busy = np.bincount(ranks, weights=seconds[ops], minlength=plan.layout.num_ranks)
+    slowest = np.zeros(plan.layout.num_ranks)
+    np.maximum.at(slowest, ranks, seconds[ops])
+    return float((busy + (mode.stages - 1) / mode.virtual_stages * slowest).max())
 
 
 def _run(plan: Plan, seconds: Float64Array, mode: Mode, order: Int64Array) -> tuple[float, Float64Array, Float64Array]:

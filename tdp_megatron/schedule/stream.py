@@ -11,7 +11,8 @@ import numpy as np
 
 from tdp_megatron.errors import StateMismatchError
 from tdp_megatron.schedule.cost import CostModel
-from tdp_megatron.schedule.dynamic import PlacedOp, Scratch, plan_of_placed_ops
+from tdp_megatron.schedule.dynamic import Scratch
+from tdp_megatron.schedule.packs import PlacedOp, plan_of_placed_ops
 from tdp_megatron.schedule.plan import Plan
 from tdp_megatron.schedule.problem import Limits, Mode, Problem, check_fits
 from tdp_megatron.schedule.wave_building import Wave, place, tall_wave

@@ -6,7 +6,8 @@ import heapq
 from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 
-from tdp_megatron.schedule.dynamic import Level, PlacedOp, Scratch
+from tdp_megatron.schedule.dynamic import Level, Scratch
+from tdp_megatron.schedule.packs import PlacedOp
 
 __all__ = ["Wave", "deal", "even_waves", "place", "tall_wave"]
 
@@ -224,7 +225,7 @@ def _longest_to_lowest(scratch: Scratch, rest: list[int], ops: list[GrowingOp], 
         while heap:
             key, number = heap[0]
             op = ops[number]
-            room = (op.level.token_cap - op.tokens) // op.level.pad_multiple * op.level.pad_multiple
+            room = op.level.token_cap - op.tokens
             if length <= room and len(op.members) < scratch.max_sequences:
                 break
             heapq.heappop(heap)

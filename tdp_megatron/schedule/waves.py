@@ -5,17 +5,22 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from tdp_megatron import _C
 from tdp_megatron.schedule.bounds import lower_bound
-from tdp_megatron.schedule.dynamic import PlacedOp, Scratch, plan_of_placed_ops
+from tdp_megatron.schedule.dynamic import Scratch
+from tdp_megatron.schedule.native import native_input
+from tdp_megatron.schedule.packs import PlacedOp, plan_of_ops, plan_of_placed_ops
 from tdp_megatron.schedule.plan import Plan
 from tdp_megatron.schedule.problem import Problem
 from tdp_megatron.schedule.wave_building import Wave, even_waves, place, tall_wave
 
-__all__ = ["waves"]
+__all__ = ["waves", "waves_reference"]
 
-#: Sequences that all candidates together may place, so that planning time stays bounded whatever the batch.
-_EFFORT = 1 << 19
-_FEWEST_CANDIDATES = 8
+#: Sequences and slots that all candidates together may touch, so that planning time stays bounded.
+_EFFORT = 1 << 16
+_FEWEST_CANDIDATES = 16
+#: In a pipeline waves are many, and a candidate takes longer.
+_FEWEST_IN_PIPELINE = 8
 _MOST_CANDIDATES = 96
 #: A step this close to the lower bound ends the search.
 _GOOD_ENOUGH = 1.002
@@ -23,7 +28,7 @@ _GOOD_ENOUGH = 1.002
 _PATIENCE = 3
 _MOST_TALL_WAVES = 12
 #: With at least this many candidates the search takes small steps.
-_THOROUGH = 32
+_THOROUGH = 24
 #: Time limit of a sequence alone over the mean time of a wave.
 _STRETCHES = (1.0, 1.25, 1.5)
 
@@ -35,6 +40,19 @@ def waves(problem: Problem) -> Plan:
     *even* waves that share what is left. How many of each, and on how many ranks the longest sequences run, is what
     makes the step shortest in the mode of ``problem``; the number of candidates depends on the input alone.
     """
+    mode = problem.mode
+    ops = _C.schedule_waves(
+        native_input(problem),
+        lower_bound(problem.seqlens, problem.layout, problem.cost),
+        mode.name == "lockstep",
+        mode.name == "pipeline",
+        (mode.stages - 1) / mode.virtual_stages,
+    )
+    return plan_of_ops(problem, *ops, "waves")
+
+
+def waves_reference(problem: Problem) -> Plan:
+    """``waves`` in plain Python; the native core gives the same plan."""
     scratch = Scratch(problem)
     search = _Search(scratch)
     if problem.mode.name == "pipeline":
@@ -61,7 +79,9 @@ class _Search:
         self.multiple = problem.limits.microbatches_multiple
         self.capacity = problem.layout.num_ranks * problem.layout.tokens_per_rank_limit
         self.good_enough = lower_bound(problem.seqlens, problem.layout, problem.cost) * _GOOD_ENOUGH
-        self.left = min(max(_EFFORT // max(len(scratch.lengths), 1), _FEWEST_CANDIDATES), _MOST_CANDIDATES)
+        size = len(scratch.lengths) + 4 * scratch.num_ranks
+        fewest = _FEWEST_IN_PIPELINE if self.mode.name == "pipeline" else _FEWEST_CANDIDATES
+        self.left = min(max(_EFFORT // size, fewest), _MOST_CANDIDATES)
         self.best_seconds = math.inf
         self.best_ops: list[PlacedOp] = []
         self.best_at: tuple[_Head, int] | None = None
@@ -182,10 +202,11 @@ class _Search:
         while worse <= _PATIENCE and not self.done:
             before = self.best_seconds
             # No plan has a shorter longest microbatch than the longest sequence where it is fastest.
-            if times[-1] > self.mean_seconds(head, count):
-                self.evenly(head, count - fewest, (1.0,), times[-1])
-            for stretch in _STRETCHES:
-                self.evenly(head, count - fewest, (stretch,))
+            if times[-1] > self.mean_seconds(head, count) or not thorough:
+                self.evenly(head, count - fewest, _STRETCHES, times[-1])
+            if thorough:
+                for stretch in _STRETCHES:
+                    self.evenly(head, count - fewest, (stretch,))
             worse = 0 if self.best_seconds < before else worse + 1
             count = -(-max(count + 1, count * 5 // 4 if thorough else count * 3 // 2) // self.multiple) * self.multiple
         for limit in (*times[1:2], *times[:1], *times[2:-1]):

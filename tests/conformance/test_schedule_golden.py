@@ -12,9 +12,11 @@ import pytest
 
 from tdp_megatron.errors import ScheduleError
 from tdp_megatron.schedule import Plan, schedule, validate
+from tdp_megatron.schedule.hybrid_cp import hybrid_groups
 from tdp_megatron.types import ParallelLayout
 
 DATA = Path(__file__).parent / "data"
+BALANCED_CP = json.loads((DATA / "balanced_cp.json").read_text())["cases"]
 DP_BALANCED = json.loads((DATA / "dp_balanced.json").read_text())["cases"]
 #: Megatron overfills a rank here instead of refusing; the empty batch has no microbatch there and a dummy one here.
 DIFFERENT = ("first_sample_too_long", "middle_sample_too_long", "empty")
@@ -82,3 +84,55 @@ def test_dp_balanced_names_a_sequence_that_megatron_lets_overflow(label, message
 def test_an_empty_batch_gives_every_rank_a_dummy():
     plan = schedule([], ParallelLayout(2, 1, 100, tail_multiple=1), algorithm="dp_balanced")
     assert packs_by_microbatch(plan) == [[[], []]]
+
+
+def hybrid_layout(case) -> ParallelLayout:
+    _, cap, ranks, _, _ = case
+    sizes = tuple(1 << shift for shift in range(ranks.bit_length()) if ranks % (1 << shift) == 0)
+    return ParallelLayout(ranks, 1, cap, cp_sizes=sizes, tail_multiple=1)
+
+
+def test_hybrid_groups_equal_megatrons():
+    compared = 0
+    for _, cap, ranks, seqlens, expected in BALANCED_CP:
+        if expected is None:
+            with pytest.raises(ScheduleError, match=f"sequence 0 has {seqlens[0]} tokens and needs"):
+                hybrid_groups(seqlens, cap, ranks)
+            continue
+        assert hybrid_groups(seqlens, cap, ranks) == [
+            [ids for count, ids in group for _ in range(count)] for group in expected
+        ]
+        compared += 1
+    assert (len(BALANCED_CP), compared) == (166, 163)
+
+
+def test_hybrid_plans_can_always_be_run():
+    """Also where Megatron's own groups have blocks that no process group has."""
+    for case in BALANCED_CP:
+        _, cap, _, seqlens, expected = case
+        layout = hybrid_layout(case)
+        if max(seqlens) > cap * max(layout.cp_sizes):
+            with pytest.raises(ScheduleError, match="tokens, the limit is"):
+                schedule(seqlens, layout, mode="barrier", algorithm="balanced_hybrid_cp")
+            continue
+        plan = schedule(seqlens, layout, mode="barrier", algorithm="balanced_hybrid_cp")
+        validate(plan)
+        assert int(plan.op_group[-1]) == len(expected) - 1
+
+
+def test_strict_hybrid_refuses_blocks_without_a_process_group():
+    accepted = refused = 0
+    for case in BALANCED_CP:
+        _, cap, _, seqlens, expected = case
+        layout = hybrid_layout(case)
+        if max(seqlens) > cap * max(layout.cp_sizes):
+            continue
+        starts = [(count, sum(c for c, _ in group[:at])) for group in expected for at, (count, _) in enumerate(group)]
+        if all(size in layout.cp_sizes and start % size == 0 for size, start in starts):
+            validate(schedule(seqlens, layout, mode="barrier", algorithm="balanced_hybrid_cp", strict=True))
+            accepted += 1
+        else:
+            with pytest.raises(ScheduleError, match="which are no process group"):
+                schedule(seqlens, layout, mode="barrier", algorithm="balanced_hybrid_cp", strict=True)
+            refused += 1
+    assert (accepted, refused) == (137, 9)

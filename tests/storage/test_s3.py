@@ -18,8 +18,15 @@ import pytest
 from torchdata.nodes import Loader
 
 from tdp_megatron.cli.main import main
+from tdp_megatron.datasets import BlendedMegatronDatasetBuilder, GPTDataset, GPTDatasetConfig, TokenizerSpec
 from tdp_megatron.errors import FormatError, TdpError
-from tdp_megatron.indexed import IndexedDataset, ObjectStorageConfig, is_object_storage_path, verify
+from tdp_megatron.indexed import (
+    IndexedDataset,
+    IndexedDatasetBuilder,
+    ObjectStorageConfig,
+    is_object_storage_path,
+    verify,
+)
 from tdp_megatron.indexed import object_reader as object_reader_module
 from tdp_megatron.indexed.index_cache import get_index_cache_path
 from tdp_megatron.indexed.pool import OPEN_FILES
@@ -381,3 +388,55 @@ def test_verify_and_inspect(url: str, capsys: pytest.CaptureFixture[str]) -> Non
     assert f"{url}y.bin" in err
     assert main(["inspect", url, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["bin_bytes"] == 600_000
+
+
+def test_caches_and_samples_of_a_blend(url: str, upload: Callable[..., str], tmp_path: Path) -> None:
+    other = upload(TOKENS[:200_000], [50_000, 150_000], key="de/y")
+    cache, idx_cache = str(tmp_path / "cache"), str(tmp_path / "idx-cache")
+    local = [str(tmp_path / "copy" / name) for name in ("x", "y")]
+    for remote, prefix in zip((url, other), local, strict=True):
+        data = open_s3(remote, ObjectStorageConfig(idx_cache))
+        with IndexedDatasetBuilder(_made(f"{prefix}.bin"), np.uint16) as builder:
+            builder.add_sequences(
+                np.concatenate(list(data)), data.sequence_lengths, np.diff(np.asarray(data.document_indices))
+            )
+            builder.finalize(f"{prefix}.idx")
+    arguments = [
+        "--train-data-path",
+        "1",
+        url,
+        "2",
+        other,
+        "--no-mmap-bin-files",
+        "--object-storage-cache-path",
+        idx_cache,
+    ]
+    arguments += ["--tokenizer-type", "NullTokenizer", "--vocab-size", "60001", "--seq-length", "1024"]
+    arguments += ["--train-samples", "200", "--global-batch-size", "1", "--eval-iters", "0", "--data-cache-path", cache]
+    assert main(["prepare-cache", *arguments]) == 0
+
+    def samples(prefixes: list[str], **fields: Any) -> Any:
+        fields |= {"reset_position_ids": False, "reset_attention_mask": False, "eod_mask_loss": False}
+        blend = [(prefixes, [1.0, 2.0]), None, None]
+        tokenizer = TokenizerSpec.null(60001)
+        config = GPTDatasetConfig(
+            random_seed=1234, sequence_length=1024, blend_per_split=blend, tokenizer=tokenizer, **fields
+        )
+        return BlendedMegatronDatasetBuilder(GPTDataset, [200, 0, 0], lambda: True, config).build()[0]
+
+    remote = samples(
+        [url, other],
+        path_to_cache=cache,
+        mmap_bin_files=False,
+        object_storage_cache_path=idx_cache,
+        fast_cache_load=True,
+    )
+    expected = samples(local, path_to_cache="")
+    assert len(remote) == len(expected) == 201
+    for i in range(len(expected)):
+        np.testing.assert_array_equal(remote[i]["tokens"], expected[i]["tokens"])
+
+
+def _made(path: str) -> str:
+    Path(path).parent.mkdir(exist_ok=True)
+    return path

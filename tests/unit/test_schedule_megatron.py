@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tdp_megatron.errors import ScheduleError
-from tdp_megatron.schedule.megatron import DefaultDynamicCPScheduler, DpBalancedScheduler
+from tdp_megatron.schedule.megatron import BalancedCPScheduler, DefaultDynamicCPScheduler, DpBalancedScheduler
 
 
 def test_dp_balanced_returns_ids_by_microbatch_and_rank():
@@ -39,3 +39,11 @@ def test_required_keys():
     sample = dict.fromkeys(scheduler.get_required_sample_keys())
     assert scheduler.check_require_sample_keys([sample])
     assert not scheduler.check_require_sample_keys([sample, {"tokens": None}])
+
+
+def test_hybrid_cp_returns_lengths_and_ids():
+    groups, ids = BalancedCPScheduler(16, num_ranks=4).get_groups_and_subsamples([(7, 10), (8, 40), (9, 12)])
+    assert groups == [[[40]] * 4, [[12], [12], [10], [10]]]
+    assert ids == [[[8]] * 4, [[9], [9], [7], [7]]]
+    with pytest.raises(ScheduleError, match="needs 8 ranks of 16, there are 4"):
+        BalancedCPScheduler(16, num_ranks=4).get_groups_and_subsamples([(0, 65)])

@@ -146,6 +146,7 @@ def test_microbatch_cost_equals_the_plan_of_it():
         ({"b": float("nan")}, ValueError),
         ({"c0": float("inf")}, ValueError),
         ({"a": "1"}, TypeError),
+        ({"window": 10.5}, TypeError),
         ({"bandwidth": 0.0}, ValueError),
     ],
 )

@@ -127,10 +127,18 @@ def test_lower_bound_by_area_and_by_the_longest_sequence():
     cost = CostModel(a=2.0, b=0.5, c0=3.0)
     layout = ParallelLayout(4, 1, 8, cp_sizes=(1, 2, 4), tail_multiple=1)
     assert lower_bound([8] * 8, layout, cost) == (2 * 64 + 0.5 * 8 * 64) / 4 + 3 * 2
-    assert lower_bound([24, 1, 1], layout, cost) == pytest.approx(3 + (2 * 24 + 0.5 * 576) / 4 + 0.0, rel=0.02)
+    assert lower_bound([24, 1, 1], layout, cost) == (2 * 26 + 0.5 * 578) / 4 + 3
     assert lower_bound([], layout, cost) == 3
     with pytest.raises(ScheduleError, match="limit is 32"):
         lower_bound([33], layout, cost)
+
+
+def test_lower_bound_holds_when_ranks_have_different_counts():
+    """12 tokens need more than one pack of 10 on average, yet no rank needs two on both."""
+    cost = CostModel(a=1.0, b=0.0, c0=100.0)
+    layout = ParallelLayout(2, 1, 10, tail_multiple=1)
+    plan = Plan.from_ops(layout, [10, 1, 1], [PlanOp(0, 1, (0,)), PlanOp(1, 1, (1, 2))])
+    assert lower_bound([10, 1, 1], layout, cost) <= simulate(plan, cost).step_seconds == 110
 
 
 def test_lower_bound_uses_the_largest_cp_size_for_the_longest_alone():

@@ -1,0 +1,128 @@
+// Packing algorithms and the event model of tdp_megatron/schedule.
+#include <algorithm>
+
+#include <pybind11/stl.h>
+
+#include "arrays.h"
+#include "schedule_core.h"
+
+namespace tdp {
+namespace {
+
+using schedule::Cost;
+using schedule::Ops;
+using schedule::Problem;
+using schedule::Search;
+
+// The arguments that every algorithm shares; keeps the array of lengths alive.
+struct Input {
+    Array<int64_t> seqlens;
+    Problem problem;
+};
+
+Input make_input(const Array<int64_t>& seqlens, const std::vector<int64_t>& cp_sizes, int64_t num_ranks,
+                 int64_t token_limit, int64_t tail, int64_t max_sequences, int64_t microbatches_multiple,
+                 const std::vector<double>& cost) {
+    if (cost.size() != 10) throw std::invalid_argument("cost must have 10 numbers");
+    if (cp_sizes.empty() || num_ranks < 1 || token_limit < 1 || tail < 1 || max_sequences < 1 ||
+        microbatches_multiple < 1)
+        throw std::invalid_argument("layout and limits must be at least 1");
+    for (const int64_t k : cp_sizes) {
+        if (k < 1 || num_ranks % k != 0) throw std::invalid_argument("cp_sizes must divide the ranks");
+    }
+    const int64_t n = size_1d(seqlens, "seqlens");
+    int64_t longest = 0;
+    for (const int64_t k : cp_sizes) {
+        const int64_t pad = k > 1 ? 2 * k : 1;
+        longest = std::max(longest, token_limit * k / pad * pad);
+    }
+    for (int64_t i = 0; i < n; ++i) {
+        if (seqlens.data()[i] < 0 || seqlens.data()[i] > longest)
+            throw std::invalid_argument("seqlens must be in [0, " + std::to_string(longest) + "], got " +
+                                        std::to_string(seqlens.data()[i]) + " at " + std::to_string(i));
+    }
+    Problem problem{seqlens.data(), static_cast<size_t>(n), cp_sizes, num_ranks, token_limit, tail, max_sequences,
+                    microbatches_multiple,
+                    Cost{cost[0], cost[1], cost[2], static_cast<int64_t>(cost[3]), static_cast<int64_t>(cost[4]),
+                         cost[5], cost[6], cost[7], cost[8], cost[9]}};
+    return {seqlens, std::move(problem)};
+}
+
+py::tuple to_python(const Ops& ops) {
+    return py::make_tuple(to_array(ops.first_rank), to_array(ops.cp_size), to_array(ops.offsets), to_array(ops.ids));
+}
+
+template <class Run>
+py::tuple without_gil(Run run) {
+    Ops ops;
+    {
+        py::gil_scoped_release release;
+        ops = run();
+    }
+    return to_python(ops);
+}
+
+}  // namespace
+
+void register_schedule(py::module_& m) {
+    py::class_<Input>(m, "ScheduleInput", "Lengths, layout, limits and cost of one global batch, for schedule_*.")
+        .def(py::init(&make_input), py::arg("seqlens").noconvert(), py::arg("cp_sizes"), py::arg("num_ranks"),
+             py::arg("token_limit"), py::arg("tail"), py::arg("max_sequences"), py::arg("microbatches_multiple"),
+             py::arg("cost"));
+    m.def(
+        "schedule_buddy",
+        [](const Input& input, double lower_bound) {
+            return without_gil([&] { return schedule::buddy(input.problem, lower_bound); });
+        },
+        py::arg("input"), py::arg("lower_bound"), "Ops as (first_rank, cp_size, offsets, sample_ids), int64.");
+    m.def(
+        "schedule_waves",
+        [](const Input& input, double lower_bound, bool lockstep, bool pipeline, double stages_before) {
+            const Search search{stages_before, lockstep, pipeline, lower_bound};
+            return without_gil([&] { return schedule::waves(input.problem, search); });
+        },
+        py::arg("input"), py::arg("lower_bound"), py::arg("lockstep"), py::arg("pipeline"), py::arg("stages_before"),
+        "Ops as (first_rank, cp_size, offsets, sample_ids), int64.");
+    m.def(
+        "schedule_lpt",
+        [](const Input& input, int64_t cp_size) {
+            if (cp_size < 1 || input.problem.num_ranks % cp_size != 0)
+                throw std::invalid_argument("cp_size must divide the ranks");
+            return without_gil([&] { return schedule::lpt(input.problem, cp_size); });
+        },
+        py::arg("input"), py::arg("cp_size"), "Ops as (first_rank, cp_size, offsets, sample_ids), int64.");
+    m.def(
+        "schedule_next_fit",
+        [](const Input& input, int64_t cp_size) {
+            if (cp_size < 1) throw std::invalid_argument("cp_size must be at least 1");
+            return without_gil([&] { return schedule::next_fit(input.problem, cp_size); });
+        },
+        py::arg("input"), py::arg("cp_size"), "Packs as (zeros, cp_size, offsets, sample_ids), int64.");
+    m.def(
+        "schedule_dynamic_cp",
+        [](const Input& input, int64_t unit) {
+            if (unit < 1) throw std::invalid_argument("unit must be at least 1");
+            return without_gil([&] { return schedule::dynamic_cp(input.problem, unit); });
+        },
+        py::arg("input"), py::arg("unit"), "Ops as (first_rank, cp_size, offsets, sample_ids), int64.");
+    m.def(
+        "schedule_free_step",
+        [](const Array<int64_t>& first_rank, const Array<int64_t>& cp_size, const Array<double>& seconds,
+           int64_t num_ranks) {
+            const int64_t count = size_1d(first_rank, "first_rank");
+            require_size(cp_size, "cp_size", count);
+            require_size(seconds, "seconds", count);
+            for (int64_t op = 0; op < count; ++op) {
+                const int64_t first = first_rank.data()[op], k = cp_size.data()[op];
+                if (first < 0 || k < 1 || first > num_ranks - k)
+                    throw std::invalid_argument("op " + std::to_string(op) + " lies outside the ranks");
+            }
+            py::gil_scoped_release release;
+            return schedule::free_step(first_rank.data(), cp_size.data(), seconds.data(), static_cast<size_t>(count),
+                                       num_ranks);
+        },
+        py::arg("first_rank").noconvert(), py::arg("cp_size").noconvert(), py::arg("seconds").noconvert(),
+        py::arg("num_ranks"), "Seconds from the first start to the last end when ranks run free.");
+}
+
+}  // namespace tdp

@@ -1,0 +1,96 @@
+#include "schedule_core.h"
+
+#include <algorithm>
+#include <numeric>
+
+namespace tdp::schedule {
+
+Scratch::Scratch(const Problem& p) : problem(p), ids(p.count), lengths(p.count) {
+    std::iota(ids.begin(), ids.end(), std::int64_t{0});
+    std::stable_sort(ids.begin(), ids.end(), [&](std::int64_t x, std::int64_t y) {
+        return p.seqlens[x] > p.seqlens[y];
+    });
+    for (std::size_t i = 0; i < p.count; ++i) lengths[i] = p.seqlens[ids[i]];
+    for (const std::int64_t k : p.cp_sizes) {
+        const std::int64_t pad = k > 1 ? 2 * k : 1;
+        levels.push_back({k, pad, p.token_limit * k / pad * pad});
+    }
+}
+
+std::int64_t Scratch::room(const Level& level, std::int64_t tokens, double squares, double limit) const {
+    const Cost& cost = problem.cost;
+    const double k = static_cast<double>(level.k);
+    const double held = static_cast<double>(tokens);
+    const double slack = (limit - cost.c0) * k - cost.a * held - cost.b * squares;
+    if (slack < 0.0) return -1;
+    double longest = static_cast<double>(level.token_cap - tokens);
+    if (cost.b > 0.0) {
+        double by_attention = (std::sqrt(cost.a * cost.a + 4.0 * cost.b * slack) - cost.a) / (2.0 * cost.b);
+        const double reach = 2.0 * static_cast<double>(cost.window);
+        if (cost.window != 0 && by_attention > reach) {
+            by_attention = slack / (cost.a + cost.b * 2.0 * static_cast<double>(cost.window));
+        }
+        longest = std::min(longest, by_attention);
+    } else if (cost.a > 0.0) {
+        longest = std::min(longest, slack / cost.a);
+    }
+    if (level.k > 1 && cost.layers != 0) {
+        const double steps = 3.0 * static_cast<double>(cost.layers) * (k - 1.0);
+        const double per_token = cost.a + steps * cost.kv_bytes / cost.link(level.k);
+        if (per_token > 0.0) {
+            const double most = (limit - cost.c0 - steps * cost.latency) / per_token;
+            longest = std::min(longest, most * k - held);
+        }
+    }
+    const std::int64_t total = tokens + static_cast<std::int64_t>(std::max(longest, -1.0));
+    if (total < 0) return -1;
+    const std::int64_t unit = level.k * problem.tail;
+    const std::int64_t whole = total / unit * unit - tokens;
+    return whole >= 0 ? whole / level.pad_multiple * level.pad_multiple : -1;
+}
+
+void RoomList::insert(Item item) { items_.insert(std::upper_bound(items_.begin(), items_.end(), item), item); }
+
+std::int64_t RoomList::take(std::int64_t length, std::int64_t* room) {
+    const auto at = std::lower_bound(items_.begin(), items_.end(), Item{length, -1});
+    if (at == items_.end()) return -1;
+    const std::int64_t number = at->second;
+    if (room != nullptr) *room = at->first;
+    items_.erase(at);
+    return number;
+}
+
+std::int64_t best_fit(const std::vector<std::int64_t>& members, const std::vector<std::int64_t>& padded,
+                      std::int64_t cap, std::int64_t max_sequences, std::vector<std::int64_t>& pack_of) {
+    RoomList open;
+    std::vector<std::int64_t> sizes;
+    pack_of.clear();
+    for (const std::int64_t i : members) {
+        const std::int64_t length = padded[static_cast<std::size_t>(i)];
+        std::int64_t room = cap;
+        std::int64_t number = open.take(length, &room);
+        if (number < 0) {
+            number = static_cast<std::int64_t>(sizes.size());
+            sizes.push_back(0);
+        }
+        pack_of.push_back(number);
+        if (++sizes[static_cast<std::size_t>(number)] < max_sequences) open.insert({room - length, number});
+    }
+    return static_cast<std::int64_t>(sizes.size());
+}
+
+double free_step(const std::int64_t* first_rank, const std::int64_t* cp_size, const double* seconds, std::size_t count,
+                 std::int64_t num_ranks) {
+    std::vector<double> ready(static_cast<std::size_t>(num_ranks), 0.0);
+    double step = 0.0;
+    for (std::size_t op = 0; op < count; ++op) {
+        const auto begin = ready.begin() + first_rank[op];
+        const auto end = begin + cp_size[op];
+        const double finish = *std::max_element(begin, end) + seconds[op];
+        std::fill(begin, end, finish);
+        step = std::max(step, finish);
+    }
+    return step;
+}
+
+}  // namespace tdp::schedule

@@ -1,0 +1,197 @@
+// What the packing algorithms share: cost of a microbatch, sequences by falling length, ops as flat arrays.
+//
+// Every sum and product is in the order of the numpy reference in tdp_megatron/schedule, so that plans are equal bit
+// for bit; build with -ffp-contract=off.
+#pragma once
+
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+#include <utility>
+#include <vector>
+
+namespace tdp::schedule {
+
+inline constexpr double kInfinity = std::numeric_limits<double>::infinity();
+
+// Division of non-negative numbers rounding up; 32-bit division is several times faster where it suffices.
+inline std::int64_t divide_up(std::int64_t value, std::int64_t by) {
+    const std::int64_t top = value + by - 1;
+    if (static_cast<std::uint64_t>(top | by) >> 32 == 0) {
+        return static_cast<std::int64_t>(static_cast<std::uint32_t>(top) / static_cast<std::uint32_t>(by));
+    }
+    return top / by;
+}
+
+struct Cost {
+    double a, b, c0;
+    std::int64_t window, layers;
+    double kv_bytes, latency, node_ranks, bandwidth, internode_bandwidth;
+
+    double squares(std::int64_t padded) const {
+        const double length = static_cast<double>(padded);
+        if (window == 0) return length * length;
+        const double reach = 2.0 * static_cast<double>(window);
+        return length * (length < reach ? length : reach);
+    }
+    double link(std::int64_t k) const {
+        return static_cast<double>(k) <= node_ranks ? bandwidth : internode_bandwidth;
+    }
+    double comm(std::int64_t k, std::int64_t tokens) const {
+        const double moved = static_cast<double>(tokens) * kv_bytes / link(k);
+        return 3.0 * static_cast<double>(layers) * (static_cast<double>(k) - 1.0) * (latency + moved);
+    }
+};
+
+struct Problem {
+    const std::int64_t* seqlens;
+    std::size_t count;
+    std::vector<std::int64_t> cp_sizes;  // rising
+    std::int64_t num_ranks, token_limit, tail, max_sequences, microbatches_multiple;
+    Cost cost;
+};
+
+struct Level {
+    std::int64_t k, pad_multiple, token_cap;
+
+    std::int64_t padded(std::int64_t length) const {
+        return pad_multiple == 1 ? length : divide_up(length, pad_multiple) * pad_multiple;
+    }
+};
+
+// Ops in executable order; op j holds ids[offsets[j]] to ids[offsets[j + 1]].
+struct Ops {
+    std::vector<std::int64_t> first_rank, cp_size, offsets{0}, ids;
+
+    void add(std::int64_t first, std::int64_t k) {
+        first_rank.push_back(first);
+        cp_size.push_back(k);
+        offsets.push_back(static_cast<std::int64_t>(ids.size()));
+    }
+};
+
+// The sequences in order of falling length, ties by id, seen on every allowed CP size.
+class Scratch {
+   public:
+    explicit Scratch(const Problem& problem);
+
+    const Problem& problem;
+    std::vector<std::int64_t> ids, lengths;
+    std::vector<Level> levels;
+
+    double seconds(std::int64_t tokens, double squares, std::int64_t k) const {
+        const Cost& cost = problem.cost;
+        std::int64_t tails = divide_up(tokens, k * problem.tail);
+        if (tails < 1) tails = 1;
+        const std::int64_t per_rank = tails * problem.tail;
+        double attention = cost.b * squares / static_cast<double>(k);
+        if (k > 1 && cost.layers != 0) {
+            const double comm = cost.comm(k, per_rank);
+            if (comm > attention) attention = comm;
+        }
+        return cost.c0 + cost.a * static_cast<double>(per_rank) + attention;
+    }
+    // Seconds of a sequence alone, infinite where it does not fit.
+    double alone(const Level& level, std::size_t i) const {
+        const std::int64_t padded = level.padded(lengths[i]);
+        if (padded > level.token_cap) return kInfinity;
+        return seconds(padded, problem.cost.squares(padded), level.k);
+    }
+    // Number of the smallest level on which it takes at most `limit` seconds, else of the fastest.
+    std::size_t choose_level(std::size_t i, double limit) const {
+        std::size_t best = 0;
+        double best_seconds = kInfinity;
+        for (std::size_t number = 0; number < levels.size(); ++number) {
+            const double time = alone(levels[number], i);
+            if (time < best_seconds) {
+                best = number;
+                best_seconds = time;
+                if (time <= limit) break;
+            }
+        }
+        return best;
+    }
+    std::int64_t room(const Level& level, std::int64_t tokens, double squares, double limit) const;
+};
+
+// A binary heap of (key, number) pairs whose least can be replaced in one go. Pairs are distinct, so the order in which
+// they leave does not depend on how the heap is built.
+template <class Key>
+class Heap {
+   public:
+    using Item = std::pair<Key, std::int64_t>;
+
+    bool empty() const { return items_.empty(); }
+    const Item& top() const { return items_.front(); }
+    void reserve(std::size_t n) { items_.reserve(n); }
+    void clear() { items_.clear(); }
+    void push(Item item) {
+        items_.push_back(item);
+        std::size_t child = items_.size() - 1;
+        while (child > 0) {
+            const std::size_t parent = (child - 1) / 2;
+            if (!(item < items_[parent])) break;
+            items_[child] = items_[parent];
+            child = parent;
+        }
+        items_[child] = item;
+    }
+    void replace_top(Item item) { sift(item, items_.size()); }
+    void pop() {
+        const Item last = items_.back();
+        items_.pop_back();
+        if (!items_.empty()) sift(last, items_.size());
+    }
+
+   private:
+    void sift(Item item, std::size_t size) {
+        std::size_t hole = 0;
+        for (;;) {
+            std::size_t child = 2 * hole + 1;
+            if (child >= size) break;
+            if (child + 1 < size && items_[child + 1] < items_[child]) ++child;
+            if (!(items_[child] < item)) break;
+            items_[hole] = items_[child];
+            hole = child;
+        }
+        items_[hole] = item;
+    }
+    std::vector<Item> items_;
+};
+
+// (room, number) in rising order; small enough that moving entries beats a tree.
+class RoomList {
+   public:
+    using Item = std::pair<std::int64_t, std::int64_t>;
+
+    void clear() { items_.clear(); }
+    std::int64_t largest() const { return items_.empty() ? -1 : items_.back().first; }
+    void insert(Item item);
+    // Takes out the entry with the least room that is at least `length`; its number, or -1.
+    std::int64_t take(std::int64_t length, std::int64_t* room = nullptr);
+
+   private:
+    std::vector<Item> items_;
+};
+
+// Each of `members` (indices of `padded`) in the order given into the fullest pack that holds it; returns how many packs,
+// and writes the pack of each member.
+std::int64_t best_fit(const std::vector<std::int64_t>& members, const std::vector<std::int64_t>& padded,
+                      std::int64_t cap, std::int64_t max_sequences, std::vector<std::int64_t>& pack_of);
+
+struct Search {
+    double stages_before;  // (stages - 1) / virtual stages
+    bool lockstep, pipeline;
+    double lower_bound;
+};
+
+Ops buddy(const Problem& problem, double lower_bound);
+Ops waves(const Problem& problem, const Search& search);
+Ops lpt(const Problem& problem, std::int64_t cp_size);
+Ops dynamic_cp(const Problem& problem, std::int64_t unit);
+Ops next_fit(const Problem& problem, std::int64_t cp_size);
+double free_step(const std::int64_t* first_rank, const std::int64_t* cp_size, const double* seconds, std::size_t count,
+                 std::int64_t num_ranks);
+
+}  // namespace tdp::schedule

@@ -1,0 +1,139 @@
+"""The native core gives the same plans as the plain references, bit for bit, on random and on nasty input."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tdp_megatron import _C
+from tdp_megatron.errors import ScheduleError
+from tdp_megatron.schedule import CostModel, Limits, Mode, Plan, Problem, preset
+from tdp_megatron.schedule.buddy import buddy, buddy_reference
+from tdp_megatron.schedule.dp_balanced import dp_balanced, dp_balanced_reference
+from tdp_megatron.schedule.dynamic_cp import default_dynamic_cp, default_dynamic_cp_reference
+from tdp_megatron.schedule.lpt import lpt, lpt_reference
+from tdp_megatron.schedule.problem import pack_token_cap
+from tdp_megatron.schedule.simulate import simulate, step_seconds
+from tdp_megatron.schedule.waves import waves, waves_reference
+from tdp_megatron.types import ParallelLayout
+
+PAIRS = {
+    "buddy": (buddy, buddy_reference),
+    "waves": (waves, waves_reference),
+    "lpt": (lpt, lpt_reference),
+    "dp_balanced": (dp_balanced, dp_balanced_reference),
+    "default_dynamic_cp": (default_dynamic_cp, default_dynamic_cp_reference),
+}
+COSTS = (
+    preset("llama-8b"),
+    preset("mistral-7b"),
+    CostModel(a=1e-4, b=1e-7, c0=1e-3, window=16, layers=2, kv_bytes=1e4, node_ranks=2),
+    CostModel(a=0.0, b=1e-6),
+    CostModel(a=1.0, b=0.0),
+    CostModel(a=0.0, b=0.0, c0=1.0),
+)
+
+
+def outcome(algorithm, problem: Problem, **options) -> Plan | str:
+    try:
+        return algorithm(problem, **options)
+    except ScheduleError as error:
+        return str(error)
+
+
+@st.composite
+def problems(draw):
+    """Problems on 1 to 24 ranks with lengths of every kind."""
+    num_ranks = draw(st.sampled_from([1, 2, 3, 4, 6, 8, 12, 16, 24]))
+    powers = [k for k in (1, 2, 4, 8, 16) if num_ranks % k == 0]
+    sizes = tuple(sorted(draw(st.sets(st.sampled_from(powers), min_size=1))))
+    cp = draw(st.sampled_from(sizes))
+    tail = draw(st.sampled_from([1, 2, 16, 48]))
+    layout = ParallelLayout(
+        num_ranks // cp, cp, draw(st.integers(max(tail, 2), 400)), cp_sizes=sizes, tail_multiple=tail
+    )
+    longest = max(pack_token_cap(layout, k) for k in sizes)
+    length = st.one_of(
+        st.integers(0, longest),
+        st.sampled_from([0, 1, longest, longest // 2, longest // 2 + 1, longest // 3]),
+        st.integers(0, min(longest, 20)),
+    )
+    limits = Limits(draw(st.booleans()), draw(st.integers(1, 3)), draw(st.sampled_from([0, 0, 1, 3])))
+    mode = Mode.parse(draw(st.sampled_from(["free", "lockstep", "barrier", "pipeline(3)", "pipeline(4, 2)"])))
+    seqlens = np.array(draw(st.lists(length, max_size=120)), dtype=np.int64)
+    return Problem(seqlens, layout, draw(st.sampled_from(COSTS)), mode, limits)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+@settings(max_examples=150, deadline=None)
+@given(problem=problems())
+def test_native_equals_reference(name, problem):
+    native, reference = PAIRS[name]
+    assert outcome(native, problem) == outcome(reference, problem)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("mode", ["free", "lockstep", "pipeline(4)"])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_native_equals_reference_on_real_sizes(name, mode, seed):
+    rng = np.random.default_rng(seed)
+    seqlens = rng.lognormal(np.log(1200), 1.7, 400).astype(np.int64).clip(1, 131072)
+    layout = ParallelLayout(4, 8, 16384, cp_sizes=(1, 2, 4, 8, 16, 32), sp=1 + 7 * seed)
+    problem = Problem(seqlens, layout, preset("llama-70b" if seed else "llama-8b"), Mode.parse(mode), Limits())
+    native, reference = PAIRS[name]
+    assert native(problem).digest() == reference(problem).digest()
+
+
+def test_options_reach_the_native_core():
+    problem = Problem(
+        np.array([30, 7, 9, 60, 2], dtype=np.int64),
+        ParallelLayout(4, 1, 64, cp_sizes=(1, 2, 4), sp=2, tail_multiple=2),
+        COSTS[0],
+        Mode("free"),
+        Limits(),
+    )
+    for options in ({"pad": "before"}, {"pad": "after"}):
+        assert default_dynamic_cp(problem, **options) == default_dynamic_cp_reference(problem, **options)
+    assert outcome(dp_balanced, problem, strict=True) == outcome(dp_balanced_reference, problem, strict=True)
+
+
+@settings(max_examples=50, deadline=None)
+@given(problem=problems())
+def test_the_short_way_to_the_step_equals_the_simulation(problem):
+    plan = default_dynamic_cp(problem)
+    for mode in (Mode("free"), problem.mode):
+        assert step_seconds(plan, problem.cost, mode) == simulate(plan, problem.cost, mode).step_seconds
+
+
+def test_the_binding_refuses_what_would_be_unsafe():
+    good = {
+        "seqlens": np.array([1, 2], dtype=np.int64),
+        "cp_sizes": [1],
+        "num_ranks": 2,
+        "token_limit": 8,
+        "tail": 1,
+        "max_sequences": 4,
+        "microbatches_multiple": 1,
+        "cost": [0.0] * 10,
+    }
+    _C.ScheduleInput(**good)
+    with pytest.raises(TypeError):
+        _C.ScheduleInput(**{**good, "seqlens": np.array([1, 2], dtype=np.int32)})
+    for bad in (
+        {"seqlens": np.array([-1], dtype=np.int64)},
+        {"seqlens": np.array([9], dtype=np.int64)},
+        {"seqlens": np.array([[1]], dtype=np.int64)},
+        {"cp_sizes": []},
+        {"cp_sizes": [3]},
+        {"cp_sizes": [0]},
+        {"num_ranks": 0},
+        {"cost": [0.0]},
+    ):
+        with pytest.raises(ValueError, match="must"):
+            _C.ScheduleInput(**{**good, **bad})
+    one = np.zeros(1, dtype=np.int64)
+    for first, size, message in ((-1, 1, "outside"), (1, 2, "outside"), (0, 0, "outside")):
+        with pytest.raises(ValueError, match=message):
+            _C.schedule_free_step(one + first, one + size, np.ones(1), 2)
