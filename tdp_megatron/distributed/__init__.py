@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tdp_megatron.distributed.collectives import require_equal, sum_int64
-from tdp_megatron.distributed.exchange import Exchange, GlobalSamples, SpanRequest
+from tdp_megatron.distributed.exchange import Exchange, GlobalSamples
 from tdp_megatron.distributed.groups import DpCpGroups
 from tdp_megatron.distributed.host_group import HostGroup
 from tdp_megatron.distributed.scatter_back import scatter_back
@@ -13,7 +13,6 @@ __all__ = [
     "Exchange",
     "GlobalSamples",
     "HostGroup",
-    "SpanRequest",
     "require_equal",
     "scatter_back",
     "sum_int64",

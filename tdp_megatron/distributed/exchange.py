@@ -7,7 +7,7 @@ ranks end together, with the same first cause.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -16,16 +16,16 @@ import numpy.typing as npt
 from tdp_megatron.distributed.collectives import all_gather_rows, all_to_all_bytes, gather_texts
 from tdp_megatron.distributed.groups import DpCpGroups
 from tdp_megatron.distributed.host_group import HostGroup
-from tdp_megatron.distributed.parcels import GlobalSamples, Parcel, ParcelLayout, SpanRequest
+from tdp_megatron.distributed.parcels import GlobalSamples, ParcelLayout, Parcels
 from tdp_megatron.distributed.token_form import NOTHING_TO_SEND, TokenForm
 from tdp_megatron.distributed.wire import WireSchema, decode_values, encode_values
 from tdp_megatron.errors import ExchangeError
-from tdp_megatron.ops import PackBuffers, PackTable, allocate_pack, build_pack_table
+from tdp_megatron.ops import PackBuffers, PackTable, RankSpans, allocate_pack, build_pack_table, build_rank_spans
 from tdp_megatron.samples import FlatSamples, TokenFacts
 from tdp_megatron.schedule.plan import Plan
 from tdp_megatron.types import Int64Array
 
-__all__ = ["Exchange", "GlobalSamples", "SpanRequest"]
+__all__ = ["Exchange", "GlobalSamples"]
 
 
 _NO_SAMPLES = TokenFacts(NOTHING_TO_SEND, 0, np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
@@ -142,10 +142,9 @@ class Exchange:
         Raises:
             ExchangeError: a rank is gone or late.
         """
-        tables = [build_pack_table(plan, r) for r in range(self.num_ranks)]
-        mine = tables[self.host.rank]
+        mine = build_pack_table(plan, self.host.rank)
         buffers = allocate_pack(mine, self.token_keys, pad_id=pad_id)
-        values = self.transfer(step, [SpanRequest.of(t) for t in tables], samples, local, buffers.arrays)
+        values = self.transfer(step, build_rank_spans(plan), samples, local, buffers.arrays)
         return mine, buffers, values
 
     @property
@@ -156,50 +155,48 @@ class Exchange:
     def transfer(
         self,
         step: int,
-        requests: Sequence[SpanRequest],
+        spans: RankSpans,
         samples: GlobalSamples,
         local: FlatSamples,
         out: Mapping[str, npt.NDArray[Any]],
     ) -> dict[int, Mapping[str, Any]]:
-        """One all-to-all that brings every rank the spans it asks for; every rank knows all requests.
+        """One all-to-all that brings every rank the spans it wants; every rank knows what all want.
 
         Args:
             step: number of the global batch, for messages.
-            requests: what each rank wants, by rank; the same on every rank.
+            spans: what every rank wants; the same on every rank.
             samples: from ``gather``.
             local: what this rank gave to ``gather``.
             out: per token key, the array this rank's spans are written to.
 
         Returns:
-            The per-sample values of the samples in this rank's request.
+            The per-sample values of the samples this rank holds.
 
         Raises:
             ExchangeError: a rank is gone or late.
         """
         me = self.host.rank
-        sends = [Parcel.of(request, samples, me) for request in requests]
-        receives = [Parcel.of(requests[me], samples, r) for r in range(self.num_ranks)]
+        sends = Parcels.sent(spans, samples, me)
+        receives = Parcels.received(spans, samples, me)
         layout = ParcelLayout(self._form, self._schema)
-        sizes = [layout.size(parcel) for parcel in sends]
-        receive_sizes = [layout.size(parcel) for parcel in receives]
+        sizes = layout.sizes(sends, self.num_ranks)
+        receive_sizes = layout.sizes(receives, self.num_ranks)
 
-        send = np.zeros(sum(sizes), dtype=np.uint8)
+        send = np.zeros(int(sizes.sum()), dtype=np.uint8)
         if len(local.block):
             layout.pack_tokens(sends, sizes, samples, local, self._last_labels, send)
-        for parcel, end in zip(sends, np.cumsum(sizes).tolist(), strict=True):
-            blob = b"".join(self._encoded[int(samples.local_index[i])] for i in parcel.value_ids.tolist())
-            send[end - len(blob) : end] = np.frombuffer(blob, dtype=np.uint8)
+        for i, at, size in _value_places(sends, sizes):
+            send[at : at + size] = np.frombuffer(self._encoded[int(samples.local_index[i])], dtype=np.uint8)
 
-        received = all_to_all_bytes(self.host, send, sizes, receive_sizes, f"step {step}: exchanging samples")
-        self.bytes_sent += sum(sizes) - sizes[me]
+        received = all_to_all_bytes(
+            self.host, send, sizes.tolist(), receive_sizes.tolist(), f"step {step}: exchanging samples"
+        )
+        self.bytes_sent += int(sizes.sum() - sizes[me])
 
         layout.unpack_tokens(receives, receive_sizes, received, out)
-        values: dict[int, Mapping[str, Any]] = {}
-        for parcel, end in zip(receives, np.cumsum(receive_sizes).tolist(), strict=True):
-            at = end - int(parcel.value_bytes.sum())
-            for i, size in zip(parcel.value_ids.tolist(), parcel.value_bytes.tolist(), strict=True):
-                values[i] = decode_values(received[at : at + size].tobytes())
-                at += size
+        values: dict[int, Mapping[str, Any]] = {i: {} for i in receives.value_ids.tolist()}
+        for i, at, size in _value_places(receives, receive_sizes):
+            values[i] = decode_values(received[at : at + size].tobytes())
         return values
 
     def _gather_table(self, header: list[int], rows: Int64Array, what: str) -> tuple[Int64Array, Int64Array]:
@@ -279,3 +276,16 @@ class Exchange:
             self._schemas[used[0]] = WireSchema.from_json(next(t for t in texts if t))
             self._agreed.add(used[0])
         self._schema = self._schemas[used[0]]
+
+
+def _value_places(parcels: Parcels, sizes: Int64Array) -> Iterator[tuple[int, int, int]]:
+    """Sample, byte offset and size of the per-sample values in joined parcels, which they end."""
+    if not parcels.value_bytes.any():
+        return
+    ends = np.cumsum(sizes)
+    totals = np.concatenate([[0], np.cumsum(parcels.value_bytes)])
+    last = np.searchsorted(parcels.value_peer, parcels.value_peer, side="right")
+    places = ends[parcels.value_peer] - (totals[last] - totals[:-1])
+    for i, at, size in zip(parcels.value_ids.tolist(), places.tolist(), parcels.value_bytes.tolist(), strict=True):
+        if size:
+            yield i, at, size

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,12 +12,12 @@ import numpy.typing as npt
 from tdp_megatron import _C
 from tdp_megatron.distributed.token_form import TokenForm
 from tdp_megatron.distributed.wire import WireSchema
-from tdp_megatron.ops import PackTable
+from tdp_megatron.ops import RankSpans
 from tdp_megatron.ops.buffer_pool import BufferPool
 from tdp_megatron.samples import FlatSamples
 from tdp_megatron.types import IGNORE_LABEL, Int64Array
 
-__all__ = ["GlobalSamples", "Parcel", "ParcelLayout", "SpanRequest"]
+__all__ = ["GlobalSamples", "ParcelLayout", "Parcels"]
 
 _POOL = BufferPool(8)
 
@@ -52,40 +52,11 @@ class GlobalSamples:
 
 
 @dataclass(frozen=True, slots=True)
-class SpanRequest:
-    """What one rank wants: spans of samples, and where in its arrays they go."""
+class Parcels:
+    """What one rank sends to, or receives from, all others: spans sorted by the other rank, in the receiver's order."""
 
-    sample_ids: Int64Array
-    """int64 [n], numbers in the global batch; entries without a token may be -1."""
-    starts: Int64Array
-    """int64 [n], tokens from the start of the sample."""
-    lengths: Int64Array
-    """int64 [n], tokens."""
-    destinations: Int64Array
-    """int64 [n], elements."""
-    held: Int64Array
-    """int64 [h], samples whose per-sample values are wanted."""
-
-    @staticmethod
-    def of(table: PackTable) -> SpanRequest:
-        """The real tokens of a rank's packs."""
-        return SpanRequest(table.sample_ids, table.starts, table.lengths, table.destinations, table.held)
-
-    @staticmethod
-    def whole(sample_ids: Int64Array, seqlens: Int64Array) -> SpanRequest:
-        """Whole samples, one after the other.
-
-        Args:
-            sample_ids: int64 [n].
-            seqlens: int64 [n], their lengths, tokens.
-        """
-        return SpanRequest(sample_ids, np.zeros_like(seqlens), seqlens, np.cumsum(seqlens) - seqlens, sample_ids)
-
-
-@dataclass(frozen=True, slots=True)
-class Parcel:
-    """The part of a request that one rank sends, in the order of the request."""
-
+    peer: Int64Array
+    """int64 [n], the other rank; never falling."""
     sample_ids: Int64Array
     starts: Int64Array
     lengths: Int64Array
@@ -94,28 +65,71 @@ class Parcel:
     """int64 [n], 1 where the token after the span is known: a later one of the sample, or its last label."""
     at_end: npt.NDArray[np.bool_]
     """[n], whether the span ends its sample."""
+    value_peer: Int64Array
+    """int64 [v], never falling."""
     value_ids: Int64Array
-    """Samples whose per-sample values travel."""
+    """int64 [v], samples whose per-sample values travel."""
     value_bytes: Int64Array
+    """int64 [v]."""
 
     @staticmethod
-    def of(request: SpanRequest, samples: GlobalSamples, sender: int) -> Parcel:
-        """What ``sender`` contributes to a request."""
-        rows = np.flatnonzero(request.lengths > 0)
-        rows = rows[samples.owner[request.sample_ids[rows]] == sender]
-        held = request.held[samples.owner[request.held] == sender]
-        ids = request.sample_ids[rows]
-        at_end = request.starts[rows] + request.lengths[rows] == samples.seqlens[ids]
-        return Parcel(
+    def sent(spans: RankSpans, samples: GlobalSamples, sender: int) -> Parcels:
+        """What ``sender`` sends."""
+        rows = np.flatnonzero(samples.owner[spans.sample_ids] == sender)
+        held = np.flatnonzero(samples.owner[spans.held] == sender)
+        return Parcels._of(spans, samples, rows, spans.rank[rows], held, spans.held_rank[held])
+
+    @staticmethod
+    def received(spans: RankSpans, samples: GlobalSamples, receiver: int) -> Parcels:
+        """What ``receiver`` receives."""
+        rows = np.flatnonzero(spans.rank == receiver)
+        rows = rows[np.argsort(samples.owner[spans.sample_ids[rows]], kind="stable")]
+        held = np.flatnonzero(spans.held_rank == receiver)
+        held = held[np.argsort(samples.owner[spans.held[held]], kind="stable")]
+        return Parcels._of(
+            spans, samples, rows, samples.owner[spans.sample_ids[rows]], held, samples.owner[spans.held[held]]
+        )
+
+    @staticmethod
+    def _of(
+        spans: RankSpans,
+        samples: GlobalSamples,
+        rows: Int64Array,
+        peer: Int64Array,
+        held: Int64Array,
+        value_peer: Int64Array,
+    ) -> Parcels:
+        ids = spans.sample_ids[rows]
+        at_end = spans.starts[rows] + spans.lengths[rows] == samples.seqlens[ids]
+        value_ids = spans.held[held]
+        return Parcels(
+            peer,
             ids,
-            request.starts[rows],
-            request.lengths[rows],
-            request.destinations[rows],
+            spans.starts[rows],
+            spans.lengths[rows],
+            spans.destinations[rows],
             np.where(at_end, samples.has_next[ids], 1),
             at_end,
-            held,
-            samples.value_bytes[held],
+            value_peer,
+            value_ids,
+            samples.value_bytes[value_ids],
         )
+
+
+def _sums(values: Int64Array, peer: Int64Array, num_ranks: int) -> Int64Array:
+    """Sum of ``values`` per peer, int64 [R]; exact, unlike a weighted bincount."""
+    running = np.concatenate([[0], np.cumsum(values)])
+    edges = np.searchsorted(peer, np.arange(num_ranks + 1))
+    sums: Int64Array = running[edges[1:]] - running[edges[:-1]]
+    return sums
+
+
+def _before(values: Int64Array, peer: Int64Array) -> Int64Array:
+    """Sum of the earlier values of the same peer, int64 [n]."""
+    running = np.cumsum(values) - values
+    first = np.searchsorted(peer, peer)
+    before: Int64Array = running - running[first]
+    return before
 
 
 class ParcelLayout:
@@ -131,48 +145,47 @@ class ParcelLayout:
         self.raw = [(key, schema.token_bytes(key)) for key, _ in schema.keys if form.is_sent_raw(key)]
         self._raw_bytes = sum(width for _, width in self.raw)
 
-    def size(self, parcel: Parcel) -> int:
-        """Bytes of a parcel."""
-        tokens = int(parcel.lengths.sum())
-        return self._stream_bytes(parcel) + tokens * self._raw_bytes + int(parcel.value_bytes.sum())
+    def sizes(self, parcels: Parcels, num_ranks: int) -> Int64Array:
+        """Bytes for, or from, each rank, int64 [R]."""
+        tokens = _sums(parcels.lengths, parcels.peer, num_ranks)
+        values = _sums(parcels.value_bytes, parcels.value_peer, num_ranks)
+        sizes: Int64Array = self._stream_bytes(parcels, num_ranks) + tokens * self._raw_bytes + values
+        return sizes
 
-    def _stream_bytes(self, parcel: Parcel) -> int:
-        tokens = int(parcel.lengths.sum())
-        size = tokens if self.form.loss == "binary" else 0
+    def _stream_bytes(self, parcels: Parcels, num_ranks: int) -> Int64Array:
+        tokens = _sums(parcels.lengths, parcels.peer, num_ranks)
+        size = tokens if self.form.loss == "binary" else np.zeros_like(tokens)
         if self.form.derived_labels:
-            size += (tokens + int(parcel.follows.sum())) * self.form.dtype.itemsize
+            size = size + (tokens + _sums(parcels.follows, parcels.peer, num_ranks)) * self.form.dtype.itemsize
         return size
 
-    def _places(
-        self, parcels: Sequence[Parcel], sizes: Sequence[int]
-    ) -> tuple[Int64Array, Int64Array, dict[str, Int64Array]]:
+    def _places(self, parcels: Parcels, sizes: Int64Array) -> tuple[Int64Array, Int64Array, dict[str, Int64Array]]:
         """Byte offsets of all spans in the joined parcels: of derived tokens, of binary loss, of each raw key."""
-        item = self.form.dtype.itemsize
-        streams: list[Int64Array] = []
-        losses: list[Int64Array] = []
-        raws: dict[str, list[Int64Array]] = {key: [] for key, _ in self.raw}
-        begin = 0
-        for parcel, size in zip(parcels, sizes, strict=True):
-            at = begin
-            before = np.cumsum(parcel.lengths) - parcel.lengths
-            tokens = int(parcel.lengths.sum())
-            if self.form.derived_labels:
-                wide = parcel.lengths + parcel.follows
-                streams.append(at + (np.cumsum(wide) - wide) * item)
-                at += int(wide.sum()) * item
-            if self.form.loss == "binary":
-                losses.append(at + before)
-                at += tokens
-            for key, width in self.raw:
-                raws[key].append(at + before * width)
-                at += tokens * width
-            begin += size
-        return _join(streams), _join(losses), {key: _join(parts) for key, parts in raws.items()}
+        num_ranks = len(sizes)
+        peer = parcels.peer
+        begins = np.cumsum(sizes) - sizes
+        tokens = _sums(parcels.lengths, peer, num_ranks)
+        before = _before(parcels.lengths, peer)
+        at = begins
+        streams = losses = np.zeros(0, dtype=np.int64)
+        if self.form.derived_labels:
+            item = self.form.dtype.itemsize
+            wide = parcels.lengths + parcels.follows
+            streams = at[peer] + _before(wide, peer) * item
+            at = at + _sums(wide, peer, num_ranks) * item
+        if self.form.loss == "binary":
+            losses = at[peer] + before
+            at = at + tokens
+        raws: dict[str, Int64Array] = {}
+        for key, width in self.raw:
+            raws[key] = at[peer] + before * width
+            at = at + tokens * width
+        return streams, losses, raws
 
     def pack_tokens(
         self,
-        parcels: Sequence[Parcel],
-        sizes: Sequence[int],
+        parcels: Parcels,
+        sizes: Int64Array,
         samples: GlobalSamples,
         local: FlatSamples,
         last_labels: Int64Array,
@@ -180,18 +193,18 @@ class ParcelLayout:
     ) -> None:
         """Write the per-token keys of all parcels this rank sends."""
         streams, losses, raws = self._places(parcels, sizes)
-        lengths = _join([p.lengths for p in parcels])
-        sample = samples.local_index[_join([p.sample_ids for p in parcels])]
-        begins = local.offsets[sample] + _join([p.starts for p in parcels])
+        lengths = parcels.lengths
+        sample = samples.local_index[parcels.sample_ids]
+        begins = local.offsets[sample] + parcels.starts
         if self.form.derived_labels:
             item = self.form.dtype.itemsize
-            at_end = _join([p.at_end for p in parcels])
+            at_end = parcels.at_end
             # Inside a sample the next token lies behind the span; at its end it is the last label.
             counts = lengths + ~at_end
             narrow = _POOL.empty(int(local.offsets[-1]) * item, np.uint8)
             _C.narrow_tokens(local.columns["tokens"], self.form.dtype_code, narrow)
             _C.copy_spans(narrow, begins * item, send, streams, counts * item)
-            ends = np.flatnonzero(at_end & (_join([p.follows for p in parcels]) > 0))
+            ends = np.flatnonzero(at_end & (parcels.follows > 0))
             labels = np.where(last_labels >= 0, last_labels, 0).astype(self.form.dtype)
             _C.copy_spans(
                 _as_bytes(labels),
@@ -208,8 +221,8 @@ class ParcelLayout:
 
     def unpack_tokens(
         self,
-        parcels: Sequence[Parcel],
-        sizes: Sequence[int],
+        parcels: Parcels,
+        sizes: Int64Array,
         received: npt.NDArray[np.uint8],
         out: Mapping[str, npt.NDArray[Any]],
     ) -> None:
@@ -218,17 +231,15 @@ class ParcelLayout:
         Positions that count up are not touched: ``out`` holds them already.
         """
         streams, losses, raws = self._places(parcels, sizes)
-        lengths = _join([p.lengths for p in parcels])
-        destinations = _join([p.destinations for p in parcels])
+        lengths, destinations = parcels.lengths, parcels.destinations
         if self.form.derived_labels:
-            starts = _join([p.starts for p in parcels])
             _C.gather_tokens(
                 received,
                 self.form.dtype_code,
                 streams,
-                lengths + _join([p.follows for p in parcels]),
+                lengths + parcels.follows,
                 np.arange(len(lengths) + 1, dtype=np.int64),
-                starts,
+                parcels.starts,
                 lengths,
                 destinations,
                 out["tokens"],
@@ -247,10 +258,6 @@ class ParcelLayout:
             _C.copy_spans(received, raws[key], _as_bytes(out[key]), destinations * width, lengths * width)
         if self.form.labels_need_loss:
             out["labels"][out["loss_mask"] == 0] = IGNORE_LABEL
-
-
-def _join(parts: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
-    return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
 
 
 def _as_bytes(array: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:

@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from tdp_megatron.distributed import Exchange, SpanRequest
+from tdp_megatron.distributed import Exchange
 from tdp_megatron.loops.config import LoopConfig
 from tdp_megatron.loops.groups import LoopGroups
 from tdp_megatron.loops.session import LocalSamples, read_microbatches
+from tdp_megatron.ops import RankSpans
 from tdp_megatron.schedule import schedule
 from tdp_megatron.schedule.plan import Plan
 from tdp_megatron.types import Int64Array, ParallelLayout
@@ -124,8 +125,8 @@ class HybridCPDataLoaderWrapper:
                 out["position_ids"][:] = np.arange(int(lengths.sum())) - np.repeat(
                     np.cumsum(lengths) - lengths, lengths
                 )
-            requests = [SpanRequest.whole(ids, samples.seqlens[ids]) for ids in wanted]
-            values = self._exchange.transfer(self._step, requests, samples, local.flat, out)
+            spans = RankSpans.whole(wanted, samples.seqlens)
+            values = self._exchange.transfer(self._step, spans, samples, local.flat, out)
             tensors = {key: torch.from_numpy(array) for key, array in out.items()}
             device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
             if device is not None:

@@ -6,7 +6,7 @@ from tdp_megatron.ops.batch_buffers import BatchBuffers
 from tdp_megatron.ops.buffers import PackBuffers, PackedTensors, allocate_pack, packed_batches
 from tdp_megatron.ops.gather import gather_pack, pack
 from tdp_megatron.ops.metadata import LossSpans, PackMetadata
-from tdp_megatron.ops.pack_table import PackTable, build_pack_table
+from tdp_megatron.ops.pack_table import PackTable, RankSpans, build_pack_table, build_rank_spans
 from tdp_megatron.ops.pads import DEFAULT_PADS, MEGATRON_PADS, PadRules
 from tdp_megatron.ops.partition import cp_partition_indices
 from tdp_megatron.ops.scatter_back import scatter_back
@@ -23,8 +23,10 @@ __all__ = [
     "PackedSeqParams",
     "PackedTensors",
     "PadRules",
+    "RankSpans",
     "allocate_pack",
     "build_pack_table",
+    "build_rank_spans",
     "cp_partition_indices",
     "gather_pack",
     "pack",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,7 +10,7 @@ import numpy as np
 from tdp_megatron.schedule.plan import Plan
 from tdp_megatron.types import Int64Array
 
-__all__ = ["PackTable", "build_pack_table"]
+__all__ = ["PackTable", "RankSpans", "build_pack_table", "build_rank_spans"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +58,85 @@ def build_pack_table(plan: Plan, rank: int) -> PackTable:
         rank: DP x CP rank.
     """
     ops = plan.rank_ops(rank)
+    return _table(plan, ops, rank - plan.op_first_rank[ops])
+
+
+@dataclass(frozen=True, slots=True)
+class RankSpans:
+    """The real tokens of all ranks' packs: what every rank wants of which sample, and where it goes."""
+
+    rank: Int64Array
+    """int64 [n], who wants it; never falling."""
+    sample_ids: Int64Array
+    """int64 [n]."""
+    starts: Int64Array
+    """int64 [n], tokens from the start of the sample."""
+    lengths: Int64Array
+    """int64 [n], tokens, at least 1."""
+    destinations: Int64Array
+    """int64 [n], in that rank's buffer."""
+    held_rank: Int64Array
+    """int64 [h], never falling."""
+    held: Int64Array
+    """int64 [h], the samples each rank holds, those of length 0 included."""
+
+    @staticmethod
+    def whole(samples_of_rank: Sequence[Int64Array], seqlens: Int64Array) -> RankSpans:
+        """Whole samples, one after the other in each rank's buffer.
+
+        Args:
+            samples_of_rank: per rank, int64 sample numbers.
+            seqlens: int64 [N], lengths of all samples, tokens.
+        """
+        counts = [len(ids) for ids in samples_of_rank]
+        rank = np.repeat(np.arange(len(counts)), counts)
+        ids = np.concatenate(samples_of_rank)
+        lengths = seqlens[ids]
+        destinations = [np.cumsum(seqlens[i]) - seqlens[i] for i in samples_of_rank]
+        keep = lengths > 0
+        return RankSpans(
+            rank[keep],
+            ids[keep],
+            np.zeros(int(keep.sum()), dtype=np.int64),
+            lengths[keep],
+            np.concatenate(destinations)[keep],
+            rank,
+            ids,
+        )
+
+
+def build_rank_spans(plan: Plan) -> RankSpans:
+    """What ``build_pack_table`` says for every rank, the pads left out, without a loop over ranks.
+
+    Args:
+        plan: any valid plan.
+    """
+    num_ranks = plan.layout.num_ranks
+    counts = plan.num_microbatches_per_rank
+    ops = np.concatenate([plan.rank_ops(rank) for rank in range(num_ranks)])
+    rank_of_op = np.repeat(np.arange(num_ranks), counts)
+    table = _table(plan, ops, rank_of_op - plan.op_first_rank[ops])
+    first_op = np.cumsum(counts) - counts
+    # The table lays all ranks' buffers end to end; each rank's own begins at 0.
+    begins = table.op_offsets[first_op]
+    real = np.flatnonzero(table.lengths > 0)
+    op_of_span = np.searchsorted(table.op_offsets, table.destinations[real], side="right") - 1
+    rank = rank_of_op[op_of_span]
+    sizes = plan.op_offsets[ops + 1] - plan.op_offsets[ops]
+    return RankSpans(
+        rank,
+        table.sample_ids[real],
+        table.starts[real],
+        table.lengths[real],
+        table.destinations[real] - begins[rank],
+        np.repeat(rank_of_op, sizes),
+        table.held,
+    )
+
+
+def _table(plan: Plan, ops: Int64Array, cp_rank: Int64Array) -> PackTable:
+    """Spans of some ops, each as one rank of its block holds it, laid end to end."""
     cp_size = plan.op_cp_size[ops]
-    cp_rank = rank - plan.op_first_rank[ops]
     op_offsets = np.zeros(len(ops) + 1, dtype=np.int64)
     np.cumsum(plan.op_tokens_per_rank[ops], out=op_offsets[1:])
 

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from tdp_megatron.distributed import DpCpGroups, Exchange
-from tdp_megatron.distributed.parcels import SpanRequest
 from tdp_megatron.distributed.token_form import NOTHING_TO_SEND, TokenForm
-from tdp_megatron.ops import allocate_pack, build_pack_table
+from tdp_megatron.ops import allocate_pack, build_pack_table, build_rank_spans
 from tdp_megatron.samples import block_from_items, read_block
 from tdp_megatron.schedule import schedule
 from tdp_megatron.testing import run_ranks
@@ -92,8 +91,7 @@ def test_all_patterns_arrive(cp: int) -> None:
             table = build_pack_table(plan, rank)
             buffers = allocate_pack(table, mover.token_keys)
             before = mover.bytes_sent
-            requests = [SpanRequest.of(build_pack_table(plan, r)) for r in range(3)]
-            mover.transfer(step, requests, known, local, buffers.arrays)
+            mover.transfer(step, build_rank_spans(plan), known, local, buffers.arrays)
             spans: dict[int, dict[str, Any]] = {}
             rows = zip(table.sample_ids, table.starts, table.lengths, table.destinations, strict=True)
             for sample, start, length, at in rows:

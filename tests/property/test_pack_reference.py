@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tdp_megatron.nodes.pack import GlobalBatch
-from tdp_megatron.ops import cp_partition_indices
+from tdp_megatron.ops import build_pack_table, build_rank_spans, cp_partition_indices
 from tdp_megatron.samples import block_from_items
 from tdp_megatron.schedule import Plan, schedule
 from tdp_megatron.types import IGNORE_LABEL, PackedBatch, ParallelLayout
@@ -72,6 +72,18 @@ def expected_pack(items: list[dict[str, Any]], packed: PackedBatch, cu: list[int
     return out
 
 
+def check_rank_spans(plan: Plan) -> None:
+    """All ranks at once say what each rank's own table says."""
+    spans = build_rank_spans(plan)
+    for rank in range(plan.layout.num_ranks):
+        table = build_pack_table(plan, rank)
+        real = table.lengths > 0
+        mine = spans.rank == rank
+        for name in ("sample_ids", "starts", "lengths", "destinations"):
+            np.testing.assert_array_equal(getattr(spans, name)[mine], getattr(table, name)[real], err_msg=name)
+        np.testing.assert_array_equal(spans.held[spans.held_rank == rank], table.held)
+
+
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.integers(0, 45), max_size=25), layouts, st.sampled_from(["lpt", "dp_balanced"]))
 def test_joined_cp_slices_are_the_pack(seqlens: list[int], layout: ParallelLayout, algorithm: str) -> None:
@@ -118,6 +130,7 @@ def test_joined_cp_slices_are_the_pack(seqlens: list[int], layout: ParallelLayou
         assert first.cu_seqlens.dtype == first.cu_seqlens_padded.dtype == torch.int32
         seen += first.sample_ids
     assert sorted(seen) == list(range(len(seqlens)))
+    check_rank_spans(plan)
     for sample_id in range(len(seqlens)):
         rank, microbatch, offset = plan.locate(sample_id)
         packed = per_rank[rank][microbatch]
