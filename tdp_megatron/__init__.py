@@ -10,11 +10,22 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tdp_megatron.datasets import BlendedDataset as BlendedDataset
+    from tdp_megatron.datasets import BlendedMegatronDatasetBuilder as BlendedMegatronDatasetBuilder
+    from tdp_megatron.datasets import BlendedMegatronDatasetConfig as BlendedMegatronDatasetConfig
+    from tdp_megatron.datasets import GPTDataset as GPTDataset
+    from tdp_megatron.datasets import GPTDatasetConfig as GPTDatasetConfig
+    from tdp_megatron.datasets import MockGPTDataset as MockGPTDataset
     from tdp_megatron.distributed import DpCpGroups as DpCpGroups
     from tdp_megatron.distributed import Exchange as Exchange
     from tdp_megatron.errors import TdpError as TdpError
     from tdp_megatron.indexed import IndexedDataset as IndexedDataset
     from tdp_megatron.indexed import IndexedDatasetBuilder as IndexedDatasetBuilder
+    from tdp_megatron.loops import HybridCPDataLoaderWrapper as HybridCPDataLoaderWrapper
+    from tdp_megatron.loops import (
+        get_batch_on_this_rank_for_sequence_packing as get_batch_on_this_rank_for_sequence_packing,
+    )
+    from tdp_megatron.loops import wrap_data_iterator as wrap_data_iterator
     from tdp_megatron.schedule import CostModel as CostModel
     from tdp_megatron.schedule import Plan as Plan
     from tdp_megatron.types import PackedBatch as PackedBatch
@@ -25,17 +36,26 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _MODULES = {
+    "BlendedDataset": "datasets",
+    "BlendedMegatronDatasetBuilder": "datasets",
+    "BlendedMegatronDatasetConfig": "datasets",
     "CostModel": "schedule",
     "DpCpGroups": "distributed",
     "Exchange": "distributed",
+    "GPTDataset": "datasets",
+    "GPTDatasetConfig": "datasets",
+    "HybridCPDataLoaderWrapper": "loops",
     "IndexedDataset": "indexed",
     "IndexedDatasetBuilder": "indexed",
+    "MockGPTDataset": "datasets",
     "PackedBatch": "types",
     "ParallelLayout": "types",
     "Plan": "schedule",
     "Sample": "types",
     "Step": "types",
     "TdpError": "errors",
+    "get_batch_on_this_rank_for_sequence_packing": "loops",
+    "wrap_data_iterator": "loops",
 }
 
 __all__ = sorted(_MODULES)
