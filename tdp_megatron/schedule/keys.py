@@ -69,7 +69,7 @@ def schedule_with_keys(
     if apart is not None:
         ops = _separate(problem, ops, apart)
     placed: list[PlacedOp] = [(first, k, [i for bundle in packs for i in bundle]) for first, k, packs in ops]
-    return plan_of_placed_ops(problem, placed, plan.algorithm)
+    return plan_of_placed_ops(problem, placed, plan.algorithm, plan.op_group)
 
 
 _BundleOp = tuple[int, int, list[list[int]]]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
+from tdp_megatron.errors import ScheduleError
 from tdp_megatron.schedule.api import schedule
-from tdp_megatron.schedule.hybrid_cp import hybrid_groups
+from tdp_megatron.schedule.hybrid_cp import falling, first_ranks, hybrid_blocks, ranks_needed
 from tdp_megatron.schedule.plan import Plan
 from tdp_megatron.types import ParallelLayout
 
@@ -110,36 +111,69 @@ class DefaultDynamicCPScheduler(BasePackingScheduler):
         )
 
 
-class BalancedCPScheduler:
-    """Hybrid CP: each sample on as many ranks as its length needs, in groups with a barrier after each."""
+class _Sized(Protocol):
+    def size(self) -> int: ...
 
-    def __init__(self, max_seqlen_per_rank: int, num_ranks: int) -> None:
+
+class BalancedCPScheduler:
+    """Hybrid CP: each sample on as many ranks as its length needs, in groups with a barrier after each.
+
+    ``schedule(..., algorithm="balanced_hybrid_cp")`` makes the same groups, padded and checked against a layout.
+    """
+
+    def __init__(self, max_seq_len_per_rank: int, dp_cp_group: _Sized | int, *, strict: bool = False) -> None:
         """Keep the layout.
 
         Args:
-            max_seqlen_per_rank: most tokens of one sample on one rank.
-            num_ranks: DP x CP ranks.
+            max_seq_len_per_rank: most tokens of one sample on one rank.
+            dp_cp_group: the DP x CP process group, of which only ``size()`` is used, or its size.
+            strict: raise where Megatron runs a sample on ranks that are no process group; otherwise the blocks of
+                such a group are put in falling order of size, which aligns them.
         """
-        for name, value in (("max_seqlen_per_rank", max_seqlen_per_rank), ("num_ranks", num_ranks)):
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
-        self.max_seqlen_per_rank = max_seqlen_per_rank
-        self.num_ranks = num_ranks
+        self.max_seq_len_per_rank = max_seq_len_per_rank
+        self.total_hdp_gpus = int(dp_cp_group) if isinstance(dp_cp_group, (int, np.integer)) else dp_cp_group.size()
+        for name in ("max_seq_len_per_rank", "total_hdp_gpus"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        self.strict = strict
+
+    def gpus_needed(self, seq_len: int) -> int:
+        """The smallest power of two of ranks that hold ``seq_len`` tokens."""
+        return ranks_needed(seq_len, self.max_seq_len_per_rank)
+
+    def get_total_workload(self, seq_length: int, cp_size: int | None = None) -> float:
+        """Work of a sample of ``seq_length`` tokens on each of ``cp_size`` ranks, by default as many as it needs."""
+        return seq_length * seq_length / (self.gpus_needed(seq_length) if cp_size is None else cp_size)
 
     def get_groups_and_subsamples(
-        self, sample_id_seqlens: Sequence[tuple[int, int]]
+        self, sample_id_seqlens: Sequence[tuple[int, int]], config: object = None
     ) -> tuple[list[list[list[int]]], list[list[list[int]]]]:
         """Lengths, and sample ids, by group and rank, in the order in which each rank runs them.
 
-        They equal Megatron's also where no process group has the ranks of a sample; ``balanced_hybrid_cp`` gives a
-        plan that can be run.
-
         Args:
             sample_id_seqlens: (sample id, length in tokens) in order of arrival.
+            config: not used, as in Megatron.
+
+        Raises:
+            ScheduleError: a sample needs more ranks than there are, or has no token; the number of ranks is no power
+                of two and some would have nothing to do; or as ``strict`` says.
         """
-        seqlens = [seqlen for _, seqlen in sample_id_seqlens]
-        groups = hybrid_groups(seqlens, self.max_seqlen_per_rank, self.num_ranks)
-        return (
-            [[[seqlens[i] for i in rank] for rank in group] for group in groups],
-            [[[sample_id_seqlens[i][0] for i in rank] for rank in group] for group in groups],
-        )
+        names = [sample_id for sample_id, _ in sample_id_seqlens]
+        # Fixed-width integers would overflow when squared.
+        seqlens = [int(seqlen) for _, seqlen in sample_id_seqlens]
+        groups: list[list[list[int]]] = []
+        sample_id_groups: list[list[list[int]]] = []
+        for number, blocks in enumerate(hybrid_blocks(seqlens, self.max_seq_len_per_rank, self.total_hdp_gpus)):
+            odd = next(((first, block) for first, block in first_ranks(blocks) if first % block.cp_size), None)
+            if odd is not None and self.strict:
+                first, block = odd
+                raise ScheduleError(
+                    f"group {number} puts sample {names[block.sample_ids[0]]} on ranks {first} to "
+                    f"{first + block.cp_size - 1}, which are no process group (they start at a multiple of "
+                    f"{block.cp_size}); strict=False moves the blocks"
+                )
+            placed = blocks if odd is None else falling(blocks)
+            ids_of_rank = [block.sample_ids for block in placed for _ in range(block.cp_size)]
+            groups.append([[seqlens[i] for i in ids] for ids in ids_of_rank])
+            sample_id_groups.append([[names[i] for i in ids] for ids in ids_of_rank])
+        return groups, sample_id_groups

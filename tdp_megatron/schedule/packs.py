@@ -6,6 +6,7 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from tdp_megatron.errors import ScheduleError
 from tdp_megatron.schedule.plan import Plan
@@ -84,7 +85,7 @@ def plan_of_rank_packs(problem: Problem, by_rank: Sequence[Sequence[list[int]]],
     )
 
 
-def plan_of_placed_ops(problem: Problem, ops: Sequence[PlacedOp], algorithm: str) -> Plan:
+def plan_of_placed_ops(problem: Problem, ops: Sequence[PlacedOp], algorithm: str, op_group: npt.ArrayLike = ()) -> Plan:
     """``plan_of_ops`` for lists."""
     return plan_of_ops(
         problem,
@@ -93,6 +94,7 @@ def plan_of_placed_ops(problem: Problem, ops: Sequence[PlacedOp], algorithm: str
         np.cumsum([0] + [len(ids) for _, _, ids in ops], dtype=np.int64),
         np.array([i for _, _, ids in ops for i in ids], dtype=np.int64),
         algorithm,
+        op_group,
     )
 
 
@@ -103,6 +105,7 @@ def plan_of_ops(
     offsets: Int64Array,
     sample_ids: Int64Array,
     algorithm: str,
+    op_group: npt.ArrayLike = (),
 ) -> Plan:
     """The plan of ops in order, with dummy packs at the end where ranks have too few microbatches for the limits.
 
@@ -112,6 +115,7 @@ def plan_of_ops(
         offsets: int64 [m + 1] into ``sample_ids``.
         sample_ids: int64 [n], by op.
         algorithm: name of what made the ops.
+        op_group: barrier group of the first ops, int [at most m]; later ones and dummy packs join the last group.
     """
     num_ranks = problem.layout.num_ranks
     starts_and_ends = np.zeros(num_ranks + 1, dtype=np.int64)
@@ -126,6 +130,9 @@ def plan_of_ops(
     smallest = problem.layout.cp_sizes[0]
     firsts = np.arange(0, num_ranks, smallest, dtype=np.int64)
     dummies = np.repeat(firsts, (wanted - counts)[firsts])
+    groups = np.array(op_group, dtype=np.int64)
+    if len(groups):
+        groups = np.pad(groups, (0, len(first_rank) + len(dummies) - len(groups)), mode="edge")
     return Plan.from_packs(
         problem.layout,
         problem.seqlens,
@@ -133,5 +140,6 @@ def plan_of_ops(
         np.concatenate([cp_size, np.full(len(dummies), smallest, dtype=np.int64)]),
         np.concatenate([offsets, np.full(len(dummies), offsets[-1], dtype=np.int64)]),
         sample_ids,
+        op_group=groups,
         algorithm=algorithm,
     )

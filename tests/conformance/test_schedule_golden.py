@@ -13,6 +13,7 @@ import pytest
 from tdp_megatron.errors import ScheduleError
 from tdp_megatron.schedule import Plan, schedule, validate
 from tdp_megatron.schedule.hybrid_cp import hybrid_groups
+from tdp_megatron.schedule.megatron import BalancedCPScheduler
 from tdp_megatron.types import ParallelLayout
 
 DATA = Path(__file__).parent / "data"
@@ -106,33 +107,59 @@ def test_hybrid_groups_equal_megatrons():
     assert (len(BALANCED_CP), compared) == (166, 163)
 
 
-def test_hybrid_plans_can_always_be_run():
-    """Also where Megatron's own groups have blocks that no process group has."""
-    for case in BALANCED_CP:
-        _, cap, _, seqlens, expected = case
-        layout = hybrid_layout(case)
-        if max(seqlens) > cap * max(layout.cp_sizes):
-            with pytest.raises(ScheduleError, match="tokens, the limit is"):
-                schedule(seqlens, layout, mode="barrier", algorithm="balanced_hybrid_cp")
+def barrier_groups(plan: Plan) -> list[list[list[int]]]:
+    groups = [[[] for _ in range(plan.layout.num_ranks)] for _ in range(int(plan.op_group[-1]) + 1)]
+    for op, group in zip(plan.ops, plan.op_group.tolist(), strict=True):
+        for rank in op.ranks:
+            groups[group][rank].extend(op.sample_ids)
+    return groups
+
+
+def test_the_hybrid_class_equals_megatron_and_aligns_what_megatron_does_not():
+    equal = aligned = 0
+    for label, cap, ranks, seqlens, expected in BALANCED_CP:
+        if expected is None:
             continue
-        plan = schedule(seqlens, layout, mode="barrier", algorithm="balanced_hybrid_cp")
+        rows = [[ids for count, ids in group for _ in range(count)] for group in expected]
+        lengths, ids = BalancedCPScheduler(cap, ranks).get_groups_and_subsamples(list(enumerate(seqlens)), None)
+        assert lengths == [[[seqlens[i] for i in rank] for rank in group] for group in ids]
+        if label == "known_bad":
+            assert ids != rows
+            assert [sorted(group) for group in ids] == [sorted(group) for group in rows]
+            assert all(group.index(rank) % group.count(rank) == 0 for group in ids for rank in group)
+            with pytest.raises(ScheduleError, match="which are no process group"):
+                BalancedCPScheduler(cap, ranks, strict=True).get_groups_and_subsamples(list(enumerate(seqlens)), None)
+            aligned += 1
+        else:
+            assert ids == rows
+            equal += 1
+    assert (equal, aligned) == (160, 3)
+
+
+def test_hybrid_plans_can_always_be_run_and_are_megatrons_where_strict_accepts():
+    """Strict refuses blocks without a process group, the default moves them or takes other CP sizes."""
+    accepted = refused = too_long = 0
+    for case in BALANCED_CP:
+        _, cap, ranks, seqlens, expected = case
+        limits = {"layout": hybrid_layout(case), "mode": "barrier", "algorithm": "balanced_hybrid_cp"}
+        if max(seqlens) > cap * max(limits["layout"].cp_sizes):
+            for strict in (True, False):
+                with pytest.raises(ScheduleError, match="tokens, the limit is"):
+                    schedule(seqlens, strict=strict, **limits)
+            too_long += 1
+            continue
+        plan = schedule(seqlens, **limits)
         validate(plan)
-        assert int(plan.op_group[-1]) == len(expected) - 1
-
-
-def test_strict_hybrid_refuses_blocks_without_a_process_group():
-    accepted = refused = 0
-    for case in BALANCED_CP:
-        _, cap, _, seqlens, expected = case
-        layout = hybrid_layout(case)
-        if max(seqlens) > cap * max(layout.cp_sizes):
-            continue
+        assert [sorted({i for rank in group for i in rank}) for group in barrier_groups(plan)] == [
+            sorted(i for _, ids in group for i in ids) for group in expected
+        ]
         starts = [(count, sum(c for c, _ in group[:at])) for group in expected for at, (count, _) in enumerate(group)]
-        if all(size in layout.cp_sizes and start % size == 0 for size, start in starts):
-            validate(schedule(seqlens, layout, mode="barrier", algorithm="balanced_hybrid_cp", strict=True))
+        if all(size in plan.layout.cp_sizes and start % size == 0 for size, start in starts):
+            assert barrier_groups(plan) == hybrid_groups(seqlens, cap, ranks)
+            assert schedule(seqlens, strict=True, **limits) == plan
             accepted += 1
         else:
-            with pytest.raises(ScheduleError, match="which are no process group"):
-                schedule(seqlens, layout, mode="barrier", algorithm="balanced_hybrid_cp", strict=True)
+            with pytest.raises(ScheduleError, match=r"group \d+ puts sequence \d+ on ranks .* are no process group"):
+                schedule(seqlens, strict=True, **limits)
             refused += 1
-    assert (accepted, refused) == (137, 9)
+    assert (accepted, refused, too_long) == (137, 9, 20)

@@ -53,7 +53,9 @@ def batches(draw):
     return draw(st.lists(length, max_size=60)), layout, limits
 
 
-@pytest.mark.parametrize("algorithm", ["buddy", "waves", "default_dynamic_cp", "kk", "best_fit", "auto"])
+@pytest.mark.parametrize(
+    "algorithm", ["buddy", "waves", "default_dynamic_cp", "balanced_hybrid_cp", "kk", "best_fit", "auto"]
+)
 @settings(max_examples=60, deadline=None)
 @given(batch=batches(), cost=cost_models(), mode=st.sampled_from(MODES))
 def test_plans_keep_every_constraint(algorithm, batch, cost, mode):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from tdp_megatron.errors import ScheduleError
@@ -41,9 +42,43 @@ def test_required_keys():
     assert not scheduler.check_require_sample_keys([sample, {"tokens": None}])
 
 
-def test_hybrid_cp_returns_lengths_and_ids():
-    groups, ids = BalancedCPScheduler(16, num_ranks=4).get_groups_and_subsamples([(7, 10), (8, 40), (9, 12)])
+class FourRanks:
+    def size(self):
+        return 4
+
+
+@pytest.mark.parametrize("group", [FourRanks(), 4])
+def test_hybrid_cp_returns_lengths_and_ids(group):
+    scheduler = BalancedCPScheduler(16, group)
+    groups, ids = scheduler.get_groups_and_subsamples([(7, 10), (8, 40), (9, 12)], config=None)
     assert groups == [[[40]] * 4, [[12], [12], [10], [10]]]
     assert ids == [[[8]] * 4, [[9], [9], [7], [7]]]
     with pytest.raises(ScheduleError, match="needs 8 ranks of 16, there are 4"):
-        BalancedCPScheduler(16, num_ranks=4).get_groups_and_subsamples([(0, 65)])
+        scheduler.get_groups_and_subsamples([(0, 65)], None)
+
+
+def test_hybrid_cp_work_of_int32_lengths_does_not_overflow():
+    lengths = np.array([70_000, 60_000, 50_000, 40_000], dtype=np.int32)
+    scheduler = BalancedCPScheduler(100_000, 2)
+    assert (
+        scheduler.get_groups_and_subsamples(list(enumerate(lengths)), None)[1]
+        == (scheduler.get_groups_and_subsamples(list(enumerate(lengths.tolist())), None)[1])
+    )
+
+
+def test_hybrid_cp_moves_blocks_onto_process_groups_and_strict_names_them():
+    # Megatron puts the 8 ranks of the first sample behind the 4 of the second.
+    samples = list(enumerate([25, 536, 389, 799, 277]))
+    _, ids = BalancedCPScheduler(128, 12).get_groups_and_subsamples(samples, None)
+    assert ids[1] == [[1]] * 8 + [[0]] * 4
+    with pytest.raises(ScheduleError, match="group 1 puts sample 1 on ranks 4 to 11, which are no process group"):
+        BalancedCPScheduler(128, 12, strict=True).get_groups_and_subsamples(samples, None)
+
+
+def test_hybrid_cp_refuses_ranks_that_no_sample_can_use():
+    with pytest.raises(ScheduleError, match="2 of 10 have nothing to do"):
+        BalancedCPScheduler(100, 10).get_groups_and_subsamples([(0, 112), (1, 112)], None)
+    with pytest.raises(ScheduleError, match="sequence 1 has 0 tokens"):
+        BalancedCPScheduler(100, 4).get_groups_and_subsamples([(0, 5), (1, 0)], None)
+    with pytest.raises(ValueError, match="total_hdp_gpus must be at least 1, got 0"):
+        BalancedCPScheduler(100, 0)
