@@ -10,7 +10,7 @@ import numpy as np
 
 from tdp_megatron.datasets.readers import RunReader
 from tdp_megatron.datasets.splits import parse_split, split_bounds
-from tdp_megatron.indexed import IndexedDataset, check_vocab
+from tdp_megatron.indexed import IndexedDataset, ObjectStorageConfig, check_vocab, is_object_storage_path
 from tdp_megatron.nodes.base import SampleSource
 from tdp_megatron.types import Int64Array, SampleBlock
 
@@ -24,8 +24,10 @@ class IndexedRead(SampleSource):
         path_prefix: the files' path without ``.bin`` or ``.idx``.
         split: Megatron's split string.
         split_name: ``train``, ``valid`` or ``test``.
-        mmap: read through a memory map; otherwise with positioned reads.
+        mmap: read through a memory map; otherwise with positioned reads. Object storage (``s3://``, ``msc://``) is
+            never mapped.
         vocab_size: when given, a file whose dtype cannot come from that vocabulary is refused.
+        object_storage_config: where the index of object storage is kept and how the data is read.
     """
 
     def __init__(
@@ -36,6 +38,7 @@ class IndexedRead(SampleSource):
         split_name: str = "train",
         mmap: bool = True,
         vocab_size: int | None = None,
+        object_storage_config: ObjectStorageConfig | None = None,
     ) -> None:
         super().__init__()
         parse_split(split)
@@ -43,7 +46,8 @@ class IndexedRead(SampleSource):
         self.path_prefix = os.fspath(path_prefix)
         self.split = split
         self.split_name = split_name
-        self.mmap = mmap
+        self.mmap = mmap and not is_object_storage_path(self.path_prefix)
+        self.object_storage_config = object_storage_config
         self.vocab_size = vocab_size
         self._dataset: IndexedDataset | None = None
         self._reader: RunReader | None = None
@@ -52,7 +56,7 @@ class IndexedRead(SampleSource):
     def dataset(self) -> IndexedDataset:
         """The file, opened at the first use."""
         if self._dataset is None:
-            dataset = IndexedDataset(self.path_prefix, mmap=self.mmap)
+            dataset = IndexedDataset(self.path_prefix, mmap=self.mmap, object_storage_config=self.object_storage_config)
             if self.vocab_size is not None:
                 check_vocab(dataset, self.vocab_size)
             self._dataset = dataset
