@@ -1,4 +1,7 @@
 // Bindings of sample_index.h and blend.h.
+#include <cmath>
+#include <cstdint>
+
 #include "arrays.h"
 #include "blend.h"
 #include "sample_index.h"
@@ -29,6 +32,8 @@ py::array py_build_sample_index(const Array<int32_t>& lengths, const Array<int32
     if (sequence_length < 1) throw std::invalid_argument("sequence_length must be at least 1");
     if (extra_tokens != 0 && extra_tokens != 1) throw std::invalid_argument("extra_tokens must be 0 or 1");
     if (num_samples < 0) throw std::invalid_argument("num_samples must not be negative");
+    if (num_samples >= INT64_MAX / sequence_length - 1)
+        throw std::invalid_argument("num_samples * sequence_length leaves int64");
     if (wide) return build_rows<int64_t>(lengths, document_index, sequence_length, extra_tokens, num_samples);
     return build_rows<int32_t>(lengths, document_index, sequence_length, extra_tokens, num_samples);
 }
@@ -38,10 +43,16 @@ py::tuple py_blend_continue(const Array<double>& weights, Array<int64_t>& counts
     require_size(counts, "counts", k);
     if (k == 0) throw std::invalid_argument("a blend needs at least one dataset");
     if (position < 0 || n < 0) throw std::invalid_argument("position and n must not be negative");
+    if (position > INT64_MAX - n) throw std::invalid_argument("position + n leaves int64");
+    const double* w = weights.data();
+    for (int64_t i = 0; i < k; ++i)  // the scan for the largest would not end at a NaN
+        if (!std::isfinite(w[i]))
+            throw std::invalid_argument("weights[" + std::to_string(i) + "] is " + std::to_string(w[i]));
+    int64_t* c = counts.mutable_data();
+    for (int64_t i = 0; i < k; ++i)
+        if (c[i] > INT64_MAX - n) throw std::invalid_argument("counts[" + std::to_string(i) + "] + n leaves int64");
     auto dataset = empty<int32_t>({static_cast<py::ssize_t>(n)});
     auto sample = empty<int64_t>({static_cast<py::ssize_t>(n)});
-    const double* w = weights.data();
-    int64_t* c = counts.mutable_data();
     int32_t* d = dataset.mutable_data();
     int64_t* s = sample.mutable_data();
     {
@@ -58,9 +69,9 @@ py::tuple py_blend_exhaustive(const Array<int64_t>& sizes) {
     int64_t total = 0;
     for (int64_t i = 0; i < k; ++i) {
         if (size[i] < 0) throw std::invalid_argument("sizes[" + std::to_string(i) + "] is " + std::to_string(size[i]));
-        total += size[i];
-        if (size[i] >= int64_t{1} << 53 || total >= int64_t{1} << 53)
+        if (size[i] >= (int64_t{1} << 53) - total)
             throw std::invalid_argument("the sizes sum to more than 2**53 samples");
+        total += size[i];
     }
     auto dataset = empty<int32_t>({static_cast<py::ssize_t>(total)});
     auto sample = empty<int64_t>({static_cast<py::ssize_t>(total)});

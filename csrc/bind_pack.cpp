@@ -82,7 +82,7 @@ void py_pack_bytes(const Array<int64_t>& rows, const Array<uint8_t>& source, int
 template <typename T>
 Array<int64_t> py_cp_positions(const Array<T>& cu_seqlens, int64_t cp_size, int64_t cp_rank) {
     const int64_t size = size_1d(cu_seqlens, "cu_seqlens");
-    if (cp_size < 1 || cp_rank < 0 || cp_rank >= cp_size)
+    if (cp_size < 1 || cp_size > INT32_MAX || cp_rank < 0 || cp_rank >= cp_size)
         throw std::invalid_argument("cp_rank " + std::to_string(cp_rank) + " is outside the " +
                                     std::to_string(cp_size) + " ranks");
     if (size == 0 || cu_seqlens.data()[0] != 0)

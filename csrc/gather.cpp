@@ -24,7 +24,7 @@ constexpr int64_t kWindowDocuments = 32;
 // Three dependent cache misses lead to a document; taking them for a window of spans together hides most of them.
 template <typename Row>
 void prefetch_window(const GptIndex<Row>& index, const int64_t* sample, int64_t begin, int64_t end) {
-    const auto valid = [&](int64_t s) { return sample[s] >= 0 && sample[s] + 1 < index.num_rows; };
+    const auto valid = [&](int64_t s) { return sample[s] >= 0 && sample[s] < index.num_rows - 1; };
     for (int64_t s = begin; s < end; ++s)
         if (valid(s)) __builtin_prefetch(index.rows + 2 * sample[s]);
     for (int64_t s = begin; s < end; ++s) {
@@ -47,13 +47,16 @@ void prefetch_window(const GptIndex<Row>& index, const int64_t* sample, int64_t 
 template <typename Row>
 void add_pieces(const GptIndex<Row>& index, int64_t itemsize, int64_t row, int64_t skip, int64_t want,
                 Pieces* pieces) {
-    if (row < 0 || row + 1 >= index.num_rows)
+    if (row < 0 || row >= index.num_rows - 1)
         out_of_range("sample " + std::to_string(row) + " outside [0, " + std::to_string(index.num_rows - 1) + ")");
     const Row* rows = index.rows + 2 * row;
     const int64_t first = rows[0], last = rows[2];
     if (first < 0 || last < first || last >= index.num_documents)
         out_of_range("sample index row " + std::to_string(row) + " points to documents " + std::to_string(first) +
                      ".." + std::to_string(last) + " of " + std::to_string(index.num_documents));
+    if (skip < 0 || want < 0)
+        out_of_range("span from token " + std::to_string(skip) + " of " + std::to_string(want) +
+                     " tokens: neither may be negative");
     for (int64_t place = first; place <= last && want > 0; ++place) {
         const int64_t document = index.document_index[place];
         if (document < 0 || document >= index.num_lengths)

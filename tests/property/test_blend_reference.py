@@ -107,3 +107,12 @@ def test_bad_arguments() -> None:
         _C.blend_exhaustive(np.array([1.0]))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="counts has 1 elements, expected 2"):
         _C.blend_continue(np.ones(2), np.zeros(1, dtype=np.int64), 0, 1)
+
+
+@pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("k", [1, 27, 28, 33, 300])
+def test_weights_that_are_no_numbers(k: int, wrong: float) -> None:
+    weights = np.ones(k)
+    weights[k // 2] = wrong
+    with pytest.raises(ValueError, match=rf"weights\[{k // 2}\] is"):
+        _C.blend_continue(weights, np.zeros(k, dtype=np.int64), 0, 10)
