@@ -25,6 +25,8 @@ __all__ = ["Checkpoint", "find_checkpoint", "load_checkpoint", "save_checkpoint"
 
 FORMAT_VERSION = 1
 LATEST = "latest"
+_STATE_TYPES = {"step": int, "loader": dict, "reroute": str, "model_sizes": dict}
+_OTHER = "give --resume another checkpoint, or none to train from the start"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +37,8 @@ class Checkpoint:
     """Optimizer steps taken."""
     loader: dict[str, Any]
     """State of the loader, the same for every rank."""
+    reroute: str
+    """How samples reached their ranks: the two ways have different graphs of nodes, so their states differ."""
     model_sizes: dict[str, Any]
     """What the model was built with."""
     model: dict[str, Any]
@@ -67,12 +71,13 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
             "format_version": FORMAT_VERSION,
             "step": checkpoint.step,
             "loader": checkpoint.loader,
+            "reroute": checkpoint.reroute,
             "model_sizes": checkpoint.model_sizes,
         }
         (temporary / "state.json").write_text(json.dumps(state, indent=2), encoding="utf-8")
-        torch.save(checkpoint.model, temporary / "model.pt")
-        torch.save(checkpoint.optimizer, temporary / "optimizer.pt")
-        torch.save(checkpoint.rng_states, temporary / "rng.pt")
+        _save_tensors(checkpoint.model, temporary / "model.pt")
+        _save_tensors(checkpoint.optimizer, temporary / "optimizer.pt")
+        _save_tensors(checkpoint.rng_states, temporary / "rng.pt")
         for path in temporary.iterdir():
             sync(path)
         sync(temporary)
@@ -86,6 +91,18 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
         shutil.rmtree(replaced, ignore_errors=True)
     write_text(folder / LATEST, final.name + "\n")
     return final
+
+
+def _save_tensors(value: Any, path: Path) -> None:
+    try:
+        torch.save(value, path)
+    except RuntimeError as error:
+        # torch says at which byte it is, not that the disk is full.
+        free = shutil.disk_usage(path.parent).free / 1e6
+        raise OSError(
+            f"{path} could not be written, {free:,.1f} MB are free on its disk ({_first_line(error)}); "
+            "the checkpoint before it is kept"
+        ) from error
 
 
 def find_checkpoint(resume: str, folder: Path) -> Path | None:
@@ -126,30 +143,58 @@ def load_checkpoint(path: Path, model_sizes: dict[str, Any]) -> Checkpoint:
     """Read a checkpoint for a model of the same sizes.
 
     Raises:
-        ValueError: The checkpoint is of another version or model.
+        ValueError: The checkpoint is damaged, or of another version or model.
         FileNotFoundError: A file is missing.
     """
-    state = json.loads((path / "state.json").read_text(encoding="utf-8"))
-    if state.get("format_version") != FORMAT_VERSION:
-        raise ValueError(
-            f"{path} has format version {state.get('format_version')}, this script reads {FORMAT_VERSION}; "
-            "train from the start with --resume none"
-        )
+    state = _read_state(path)
     for name, value in model_sizes.items():
         if state["model_sizes"].get(name) != value:
             raise ValueError(
                 f"{path} holds a model of {name} {state['model_sizes'].get(name)}, this run has {value}; "
                 f"give the same {name} or train from the start with --resume none"
             )
-
-    def tensors(name: str) -> Any:
-        return torch.load(path / name, map_location="cpu", weights_only=True)
-
     return Checkpoint(
         step=state["step"],
         loader=state["loader"],
+        reroute=state["reroute"],
         model_sizes=state["model_sizes"],
-        model=tensors("model.pt"),
-        optimizer=tensors("optimizer.pt"),
-        rng_states=tensors("rng.pt"),
+        model=_load_tensors(path / "model.pt"),
+        optimizer=_load_tensors(path / "optimizer.pt"),
+        rng_states=_load_tensors(path / "rng.pt"),
     )
+
+
+def _read_state(path: Path) -> dict[str, Any]:
+    file = path / "state.json"
+    try:
+        state = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is damaged: {error}; {_OTHER}") from None
+    if not isinstance(state, dict):
+        raise ValueError(f"{file} is damaged: expected an object, found {type(state).__name__}; {_OTHER}")
+    if state.get("format_version") != FORMAT_VERSION:
+        raise ValueError(
+            f"{path} has format version {state.get('format_version')}, this script reads {FORMAT_VERSION}; "
+            "train from the start with --resume none"
+        )
+    for name, kind in _STATE_TYPES.items():
+        if type(state.get(name)) is not kind:
+            raise ValueError(f"{file} is damaged: {name} must be of type {kind.__name__}; {_OTHER}")
+    # The loader counts its steps itself: two numbers that must agree.
+    yielded = state["loader"].get("num_yielded")
+    if state["step"] != yielded:
+        raise ValueError(f"{file} is damaged: {state['step']} optimizer steps on {yielded} global batches; {_OTHER}")
+    return state
+
+
+def _load_tensors(file: Path) -> Any:
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True)
+    except OSError:
+        raise
+    except Exception as error:  # whatever the zip reader and the unpickler raise
+        raise ValueError(f"{file} is damaged: {_first_line(error)}; {_OTHER}") from error
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -136,7 +136,6 @@ def main(arguments: list[str] | None = None) -> int:
         "code": select(standard_library(), int(options.code_megabytes * 1e6)),
         "prose": select([*language_reference(), *package_texts()], int(options.prose_megabytes * 1e6)),
     }
-    options.output_dir.mkdir(parents=True, exist_ok=True)
     for name, documents in datasets.items():
         if not documents:
             print(
@@ -145,14 +144,24 @@ def main(arguments: list[str] | None = None) -> int:
                 file=sys.stderr,
             )
             return 1
+    try:
+        _write(datasets, options.output_dir, options.vocab_size)
+    except OSError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _write(datasets: dict[str, list[tuple[str, str]]], folder: Path, vocab_size: int) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, documents in datasets.items():
         lines = [json.dumps({"text": text, "source": source}) for source, text in documents]
-        write_text(options.output_dir / f"{name}.jsonl", "\n".join(lines) + "\n")
+        write_text(folder / f"{name}.jsonl", "\n".join(lines) + "\n")
         megabytes = sum(len(text.encode()) for _, text in documents) / 1e6
         print(f"{name}: {len(documents)} documents, {megabytes:.1f} MB")
     texts = (text for documents in datasets.values() for _, text in documents)
-    write_text(options.output_dir / "tokenizer.json", train_tokenizer(texts, options.vocab_size))
-    print(f"tokenizer: {options.vocab_size} ids")
-    return 0
+    write_text(folder / "tokenizer.json", train_tokenizer(texts, vocab_size))
+    print(f"tokenizer: {vocab_size} ids")
 
 
 if __name__ == "__main__":

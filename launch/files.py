@@ -25,5 +25,8 @@ def write_text(path: Path, content: str) -> None:
         sync(temporary)
         temporary.replace(path)
         sync(path.parent)
+    except OSError as error:
+        # Failed writes do not know their file.
+        raise OSError(error.errno, error.strerror, error.filename or os.fspath(path)) from error
     finally:
         temporary.unlink(missing_ok=True)

@@ -13,6 +13,9 @@ from typing import Any, NoReturn
 
 __all__ = ["TrainOptions", "parse_options"]
 
+#: torch counts it in milliseconds; nobody waits for a year.
+_LONGEST_DEADLINE_S = 365 * 24 * 3600
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainOptions:
@@ -88,12 +91,22 @@ class TrainOptions:
             "lr_warmup_steps": 0,
             "save_interval": 0,
             "vocab_size": 0,
+            "seed": 0,
+            "lr": 0,
+            "min_lr": 0,
+            "weight_decay": 0,
+            "clip_grad": 0,
         }
         for name, limit in least.items():
-            if getattr(self, name) < limit:
-                raise ValueError(f"--{name.replace('_', '-')} must be at least {limit}, got {getattr(self, name)}")
-        if not self.deadline > 0:
-            raise ValueError(f"--deadline must be above 0 seconds, got {self.deadline}")
+            value = getattr(self, name)
+            if not value >= limit:  # NaN is neither above nor below
+                raise ValueError(f"--{name.replace('_', '-')} must be at least {limit}, got {value}")
+            if value >= 2**63:
+                raise ValueError(f"--{name.replace('_', '-')} must be below 2**63, got {value}")
+        if not 0 < self.deadline <= _LONGEST_DEADLINE_S:
+            raise ValueError(
+                f"--deadline must be above 0 seconds and at most {_LONGEST_DEADLINE_S:,}, got {self.deadline}"
+            )
         for prefix in self.data:
             for suffix in (".idx", ".bin"):
                 if not Path(prefix + suffix).is_file():

@@ -35,7 +35,7 @@ EOF
 
 wrong() {
     echo "error: $1" >&2
-    usage >&2
+    echo "see bash launch/quickstart.sh --help" >&2
     exit 2
 }
 
@@ -106,7 +106,7 @@ done
 if [[ -z $cp ]]; then
     cp=2
     if [[ -n $world_size && -n $dp ]]; then
-        cp=$((world_size / dp))
+        cp=$((world_size / dp ? world_size / dp : 1))
     elif [[ -n $world_size ]] && ((world_size % 2)); then
         cp=1
     fi
@@ -114,7 +114,7 @@ fi
 if [[ -z $dp ]]; then
     dp=2
     if [[ -n $world_size ]]; then
-        dp=$((world_size / cp))
+        dp=$((world_size / cp ? world_size / cp : 1))
     fi
 fi
 world_size=${world_size:-$((dp * cp))}

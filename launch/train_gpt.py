@@ -55,6 +55,7 @@ class _Trainer:
             checkpoint = Checkpoint(
                 step=self.steps_taken,
                 loader=self.loader.state_dict(),
+                reroute=self.options.reroute,
                 model_sizes=dataclasses.asdict(module.config),
                 model=module.state_dict(),
                 optimizer=self.optimizer.state_dict(),
@@ -194,6 +195,11 @@ def _set_up(options: TrainOptions, runtime: Runtime) -> tuple[_Trainer, Iterator
         )
         path = find_checkpoint(sized.resume, sized.output / "checkpoints")
         checkpoint = load_checkpoint(path, dataclasses.asdict(config)) if path is not None else None
+        if checkpoint is not None and checkpoint.reroute != sized.reroute:
+            raise ValueError(
+                f"{path} was saved with --reroute {checkpoint.reroute}, this run has --reroute {sized.reroute}; "
+                f"go on with --reroute {checkpoint.reroute}"
+            )
         loader = Loader(training_steps(sized, groups), restart_on_stop_iteration=False)
         return sized, GPT(config).to(runtime.device), loader, checkpoint
 

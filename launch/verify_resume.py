@@ -258,8 +258,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {problem or 'no step was trained'}", file=sys.stderr)
         return 1
     summary = summarise(attempts, history, problem)
-    write_text(paths.summary, json.dumps(summary, indent=2) + "\n")
     print_table(summary)
+    try:
+        write_text(paths.summary, json.dumps(summary, indent=2) + "\n")
+    except OSError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     print(f"written to {paths.summary}")
     return 0 if summary["resumed_exactly"] and summary["loss_fell"] else 1
 

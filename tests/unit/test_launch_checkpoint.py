@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import pickle
 import sys
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ def make_checkpoint(step: int, value: float = 1.0) -> Checkpoint:
     return Checkpoint(
         step=step,
         loader={"root": {"position": step * 32}, "num_yielded": step},
+        reroute="plan",
         model_sizes=SIZES,
         model=model.state_dict(),
         optimizer=optimizer.state_dict(),
@@ -41,7 +44,7 @@ def test_comes_back_as_it_was_saved(tmp_path: Path) -> None:
     saved = make_checkpoint(30)
     path = save_checkpoint(tmp_path, saved)
     loaded = load_checkpoint(path, SIZES)
-    assert (loaded.step, loaded.loader, loaded.model_sizes) == (30, saved.loader, SIZES)
+    assert (loaded.step, loaded.loader, loaded.reroute, loaded.model_sizes) == (30, saved.loader, "plan", SIZES)
     torch.testing.assert_close(loaded.model, saved.model, rtol=0, atol=0)
     torch.testing.assert_close(loaded.optimizer, saved.optimizer, rtol=0, atol=0)
     torch.testing.assert_close(loaded.rng_states, saved.rng_states, rtol=0, atol=0)
@@ -125,3 +128,73 @@ def test_other_version_is_refused(tmp_path: Path) -> None:
     (path / "state.json").write_text(json.dumps({**state, "format_version": 99}))
     with pytest.raises(ValueError, match="format version 99, this script reads 1"):
         load_checkpoint(path, SIZES)
+
+
+def change(path: Path, **values: Any) -> None:
+    state = json.loads((path / "state.json").read_text())
+    (path / "state.json").write_text(json.dumps({**state, **values}))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"step": "10"}, "step must be of type int"),
+        ({"step": True}, "step must be of type int"),
+        ({"loader": None}, "loader must be of type dict"),
+        ({"loader": []}, "loader must be of type dict"),
+        ({"model_sizes": None}, "model_sizes must be of type dict"),
+        ({"reroute": None}, "reroute must be of type str"),
+        ({"step": 11}, "11 optimizer steps on 10 global batches"),
+        ({"step": -10}, "-10 optimizer steps on 10 global batches"),
+        ({"loader": {"root": {}}}, "10 optimizer steps on None global batches"),
+    ],
+)
+def test_state_that_does_not_fit_together_is_refused(values: dict[str, Any], message: str, tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path, make_checkpoint(10))
+    change(path, **values)
+    with pytest.raises(ValueError, match=rf"state\.json is damaged: {message}.*give --resume another checkpoint"):
+        load_checkpoint(path, SIZES)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "3", "null", '{"format_version": 1}'])
+def test_state_of_another_form_is_refused(content: str, tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path, make_checkpoint(10))
+    (path / "state.json").write_text(content)
+    with pytest.raises(ValueError, match=r"state\.json is damaged"):
+        load_checkpoint(path, SIZES)
+
+
+@pytest.mark.parametrize("name", ["model.pt", "optimizer.pt", "rng.pt"])
+@pytest.mark.parametrize("size", [0, 1, 100, -1])
+def test_cut_tensors_are_refused_by_name(name: str, size: int, tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path, make_checkpoint(10))
+    file = path / name
+    os.truncate(file, size if size >= 0 else file.stat().st_size + size)
+    with pytest.raises(ValueError, match=rf"{name} is damaged: .*give --resume another checkpoint"):
+        load_checkpoint(path, SIZES)
+
+
+def test_code_in_a_pickle_is_not_run(tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path, make_checkpoint(10))
+
+    class Code:
+        def __reduce__(self) -> Any:
+            return os.mkdir, (str(tmp_path / "made"),)
+
+    (path / "model.pt").write_bytes(pickle.dumps(Code(), protocol=2))
+    with pytest.raises(ValueError, match="model.pt is damaged"):
+        load_checkpoint(path, SIZES)
+    assert not (tmp_path / "made").exists()
+
+
+def test_full_disk_is_told_with_the_space_that_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_checkpoint(tmp_path, make_checkpoint(10))
+
+    def write_part(value: Any, path: Path) -> None:
+        path.write_bytes(b"part")
+        raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0\nframe #0: ...")
+
+    monkeypatch.setattr(checkpoints.torch, "save", write_part)
+    with pytest.raises(OSError, match=r"model\.pt could not be written, [\d,.]+ MB are free on its disk \(\[enforce"):
+        save_checkpoint(tmp_path, make_checkpoint(20))
+    assert names(tmp_path) == ["latest", "step-00000010"]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -69,3 +71,22 @@ def test_interpreter_without_sources_is_explained(
     monkeypatch.setattr(corpus, "standard_library", lambda: iter(()))
     assert corpus.main(["--output-dir", str(tmp_path)]) == 1
     assert "found no text for the code dataset" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("failing", ["code.jsonl", "prose.jsonl", "tokenizer.json"])
+def test_full_disk_is_one_line_with_the_file(
+    failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write = Path.write_text
+
+    def write_or_fail(self: Path, content: str, encoding: str) -> int:
+        if failing in self.name:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(self, content, encoding=encoding)
+
+    monkeypatch.setattr(Path, "write_text", write_or_fail)
+    words = ["--output-dir", str(tmp_path), "--code-megabytes", "0.1", "--prose-megabytes", "0.1"]
+    assert corpus.main([*words, "--vocab-size", "300"]) == 1
+    error = capsys.readouterr().err
+    assert error == f"error: [Errno 28] No space left on device: {str(tmp_path / failing)!r}\n"
+    assert not any(name.startswith(".") or name == failing for name in os.listdir(tmp_path))
