@@ -15,6 +15,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from tdp_megatron.distributed import restart_store
 from tdp_megatron.errors import TdpError
 
 __all__ = ["EXPECTED_ERRORS", "Runtime", "SetupError", "StopSignal", "start_runtime", "vocab_size_of"]
@@ -115,8 +116,7 @@ def start_runtime(device: str, timeout_s: float) -> Runtime:
     timeout = timedelta(seconds=timeout_s)
     store: dist.Store
     if "RANK" in os.environ:
-        store, rank, world_size = next(dist.rendezvous("env://", rank, world_size, timeout=timeout))
-        store.set_timeout(timeout)
+        store = restart_store(timeout_s)
     else:
         store = dist.HashStore()
     dist.init_process_group(

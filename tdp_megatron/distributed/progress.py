@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
+from tdp_megatron.distributed.restarts import attempt_name
+
 __all__ = ["Progress"]
 
 #: How long a failed rank waits for the others to say that they failed, too.
@@ -30,7 +32,7 @@ class Progress:
         # The store of init_process_group has no public name; without it errors only lose the rank's number.
         get_store = getattr(dist.distributed_c10d, "_get_default_store", None)
         store = None if get_store is None else get_store()
-        self._store = None if store is None else PrefixStore(f"tdp_megatron/{name}", store)
+        self._store = None if store is None else PrefixStore(f"tdp_megatron/{attempt_name()}/{name}", store)
         self._told = 0
         """Causes told and not yet taken back."""
 

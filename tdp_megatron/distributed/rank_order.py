@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from tdp_megatron.distributed.restarts import attempt_name
 from tdp_megatron.errors import ExchangeError
 
 __all__ = ["run_in_rank_order"]
@@ -48,7 +49,7 @@ def run_in_rank_order(
         ExchangeError: another rank failed, never came, or is gone; the message names it.
         Exception: what ``work`` raised on this rank.
     """
-    meeting = _Meeting(f"tdp_megatron/rank_order/{next(_calls)}", what, timeout_s)
+    meeting = _Meeting(f"tdp_megatron/{attempt_name()}/rank_order/{next(_calls)}", what, timeout_s)
     if meeting.rank != first_rank:
         meeting.wait_until(lambda: meeting.has("first_done"))
     try:
