@@ -24,6 +24,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "merge": ("tdp_megatron.cli.merge", "merge all .bin/.idx pairs of a folder into one"),
     "sequences": ("tdp_megatron.cli.sequences", "write the counts of all files of a blend, for a fast start"),
     "prepare-cache": ("tdp_megatron.cli.prepare_cache", "write the index caches of a training run before it starts"),
+    "simulate": ("tdp_megatron.cli.simulate", "compare scheduling algorithms on a global batch, without a GPU"),
+    "calibrate": ("tdp_megatron.cli.calibrate", "measure the scheduler's cost model on this machine's device"),
 }
 
 EXIT_DATA_ERROR = 1

@@ -1,4 +1,4 @@
-"""``lower_bound``: a step time that no plan can beat, in any execution mode."""
+"""Step times that no plan can beat: ``lower_bound`` in any execution mode, ``lockstep_bound`` in lockstep."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import numpy.typing as npt
 
 from tdp_megatron.schedule.cost import CostModel
 from tdp_megatron.schedule.problem import check_fits, check_seqlens, pack_token_cap
-from tdp_megatron.types import ParallelLayout
+from tdp_megatron.types import Int64Array, ParallelLayout
 
-__all__ = ["lower_bound"]
+__all__ = ["lockstep_bound", "lower_bound"]
 
 
 def lower_bound(seqlens: npt.ArrayLike, layout: ParallelLayout, cost: CostModel) -> float:
@@ -41,3 +41,37 @@ def lower_bound(seqlens: npt.ArrayLike, layout: ParallelLayout, cost: CostModel)
     most = max(k for k in layout.cp_sizes if longest <= pack_token_cap(layout, k))
     alone: float = cost.c0 + work_of_longest / most
     return max(area, alone)
+
+
+def lockstep_bound(seqlens: npt.ArrayLike, layout: ParallelLayout, cost: CostModel) -> float:
+    """Seconds that no plan can beat where all ranks wait for each other at every microbatch; above ``lower_bound``.
+
+    The wave with the longest sequence takes at least as long as that sequence alone, communication included, and
+    holds no more than the token cap of every rank; the other waves share the rest. Where long sequences are few, ranks
+    run out of tokens in that wave long before it ends, and no packing helps.
+
+    Args:
+        seqlens: integers [n], real lengths, tokens.
+        layout: how the ranks are arranged, and the cap.
+        cost: what a microbatch costs.
+
+    Raises:
+        ScheduleError: a sequence is too long for the layout.
+    """
+    bound = lower_bound(seqlens, layout, cost)
+    lengths: Int64Array = np.sort(check_seqlens(seqlens))[::-1]
+    if len(lengths) == 0:
+        return bound
+    longest = int(lengths[0])
+    alone = min(
+        cost.microbatch_cost([longest], k, layout) for k in layout.cp_sizes if longest <= pack_token_cap(layout, k)
+    )
+    ends = np.cumsum(lengths)
+    capacity = layout.num_ranks * layout.tokens_per_rank_limit
+    waves = max(-(-int(ends[-1]) // capacity), 1)
+    # Work per token rises with the length, so a wave holds most work when it holds the longest sequences.
+    outside = np.clip((ends - capacity) / np.maximum(lengths, 1), 0.0, 1.0)
+    work = cost.a * lengths + cost.b * cost.squares(lengths)
+    others = float(np.cumsum(work * outside)[-1]) / layout.num_ranks + cost.c0 * (waves - 1)
+    evenly = float(np.cumsum(work)[-1]) / layout.num_ranks + cost.c0 * waves
+    return max(bound, evenly, alone + others)

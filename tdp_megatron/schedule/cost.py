@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -59,6 +62,34 @@ class CostModel:
         for name in ("bandwidth", "internode_bandwidth", "node_ranks"):
             if getattr(self, name) == 0:
                 raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
+
+    def to_json(self, notes: Mapping[str, Any] | None = None) -> str:
+        """The numbers as JSON text, with ``notes`` on where they come from, which ``from_json`` passes over."""
+        return json.dumps({"cost_model": asdict(self), "notes": dict(notes or {})}, indent=1) + "\n"
+
+    @staticmethod
+    def from_json(text: str | bytes) -> CostModel:
+        """What ``to_json`` or ``tdp calibrate`` wrote.
+
+        Raises:
+            TypeError: a number is of the wrong type.
+            ValueError: not JSON, no cost model, an unknown or missing name, or a number out of range.
+        """
+        try:
+            content = json.loads(text)
+        except ValueError as error:
+            raise ValueError(f"not JSON: {error}") from None
+        numbers = content.get("cost_model") if isinstance(content, dict) else None
+        if not isinstance(numbers, dict):
+            raise ValueError('a cost model is a JSON object with the key "cost_model", as `tdp calibrate` writes it')
+        known = [f.name for f in fields(CostModel)]
+        unknown = sorted(set(numbers) - set(known))
+        if unknown:
+            raise ValueError(f"cost_model has an unknown name {unknown[0]!r}; the names are {', '.join(known)}")
+        missing = [name for name in ("a", "b") if name not in numbers]
+        if missing:
+            raise ValueError(f"cost_model has no {missing[0]!r}; a and b are needed")
+        return CostModel(**numbers)
 
     def squares(self, padded_lengths: Int64Array) -> Float64Array:
         """Attention work of each sequence, tokens^2, float64 [n]."""
