@@ -95,8 +95,8 @@ int64_t last_place(const Converter& type, const unsigned char* bytes, int64_t n,
 
 // The next piece lies anywhere in the file; the processor's own prefetching needs a few misses to get going.
 void prefetch_bytes(const unsigned char* begin, int64_t size) {
-    constexpr int64_t kLine = 64, kMost = 16 * kLine;
-    for (int64_t at = 0; at < std::min(size, kMost); at += kLine) __builtin_prefetch(begin + at);
+    constexpr int64_t kLine = 64, kMost = 64 * kLine;
+    for (int64_t at = 0; at < std::min(size, kMost); at += kLine) __builtin_prefetch(begin + at, 0, 2);
 }
 
 void gather_span(const unsigned char* source, const Converter& type, const int64_t* piece_offset,

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 from torchdata.nodes import BaseNode
 
-from tdp_megatron.nodes.base import Node, draw_block, skip_samples
+from tdp_megatron.datasets.readers import TokenFileReader
+from tdp_megatron.errors import StateMismatchError
+from tdp_megatron.nodes.base import Node, SampleSource, draw_block, skip_samples
 from tdp_megatron.ops import BatchBuffers
 from tdp_megatron.samples import STANDARD_TOKEN_KEYS, MappingReader, read_spans_by_reader, token_key_specs
-from tdp_megatron.types import IGNORE_LABEL, SampleBlock, SampleReader
+from tdp_megatron.types import IGNORE_LABEL, Int64Array, SampleBlock, SampleReader
 
 __all__ = ["Batch"]
+
+Arrays: TypeAlias = dict[str, npt.NDArray[Any]]
+
+# Drawing samples costs about as much for many blocks as for one.
+_BLOCKS_AHEAD = 16
 
 _STANDARD: dict[str, tuple[np.dtype[Any], tuple[int, ...]]] = {
     key: (np.dtype(np.float32 if key == "loss_mask" else np.int64), ()) for key in STANDARD_TOKEN_KEYS
@@ -47,6 +54,8 @@ class Batch(Node[dict[str, Any]]):
     Raises:
         ValueError: a bad argument; at a batch, a sample longer than S.
     """
+
+    AHEAD_KEY = "ahead"
 
     def __init__(
         self,
@@ -92,6 +101,11 @@ class Batch(Node[dict[str, Any]]):
         self.drop_last = drop_last
         self.token_keys = tuple(token_keys)
         self._buffers: BatchBuffers | None = None
+        self._buffers_for: tuple[tuple[SampleReader, ...], int] | None = None
+        places = np.arange(micro_batch_size, dtype=np.int64)
+        self._drawn_state: dict[str, Any] | None = None
+        #: Starts, lengths and destinations of full rows.
+        self._whole_rows = (np.zeros_like(places), np.full_like(places, found), places * found)
 
     @property
     def num_microbatches(self) -> int:
@@ -104,21 +118,58 @@ class Batch(Node[dict[str, Any]]):
         return {"sequence_length": self.sequence_length}
 
     def _restart(self, position: int, state: Mapping[str, Any] | None) -> None:
+        self._forget_draw()
         self.source.reset(None if state is None else state[self.SOURCE_KEY])
+        if state is not None:
+            ahead = state.get(self.AHEAD_KEY)
+            if isinstance(ahead, bool) or not isinstance(ahead, int) or not 0 <= ahead <= position:
+                raise StateMismatchError(f"Batch: {self.AHEAD_KEY} must be a number of samples, found {ahead!r}")
+            skip_samples(self.source, ahead)
+            self._drawn_state, self._drawn_at = state[self.SOURCE_KEY], position - ahead
+
+    def _forget_draw(self) -> None:
+        self._block: SampleBlock | None = None
+        self._offset = 0
+        self._drawn_state = None
+        self._drawn_at = 0
 
     def _source_state(self) -> dict[str, Any]:
-        return {self.SOURCE_KEY: self.source.state_dict()}
+        # The source is ahead of what has been handed out: its state from before, and how many samples to pass over.
+        if self._drawn_state is None:
+            return {self.SOURCE_KEY: self.source.state_dict(), self.AHEAD_KEY: 0}
+        return {self.SOURCE_KEY: self._drawn_state, self.AHEAD_KEY: self._position - self._drawn_at}
+
+    def _draw(self) -> SampleBlock:
+        """Samples of the next blocks: of one where a user's node brings the tokens along, of many otherwise."""
+        blocks = _BLOCKS_AHEAD if isinstance(self.source, SampleSource) else 1
+        with self.stats.waiting():
+            state, position = self.source.state_dict(), self._position
+            block = draw_block(self.source, blocks * self.micro_batch_size * self.dp_size, 0, position)
+        self._block, self._offset, self._drawn_state, self._drawn_at = block, 0, state, position
+        self._is_plain = (
+            len(block.readers) == 1
+            and isinstance(block.readers[0], TokenFileReader)
+            and bool((block.seqlens == self.sequence_length).all())
+        )
+        return block
 
     def _next(self) -> dict[str, Any]:
         whole = self.micro_batch_size * self.dp_size
-        with self.stats.waiting():
-            block = draw_block(self.source, whole, 0, self._position)
-        if not len(block) or (len(block) < whole and self.drop_last):
+        block = self._block
+        if block is None or self._offset >= len(block):
+            block = self._draw()
+        left = len(block) - self._offset
+        if not left or (left < whole and self.drop_last):
             raise StopIteration
         with self.stats.working():
-            first = self.dp_rank * self.micro_batch_size
-            batch = self._read(block.select(slice(first, first + self.micro_batch_size)))
-        self._position += len(block)
+            first = self._offset + self.dp_rank * self.micro_batch_size
+            last = min(first + self.micro_batch_size, self._offset + whole)
+            if self._is_plain and last <= len(block) and not self.token_keys:
+                batch = self._read_plain(block.readers[0], block.sample_ids[first:last])
+            else:
+                batch = self._read(block.select(slice(first, last)))
+        self._offset += min(whole, left)
+        self._position += min(whole, left)
         self.stats.items += 1
         return batch
 
@@ -131,10 +182,23 @@ class Batch(Node[dict[str, Any]]):
         if not self._is_open:
             self.reset(None)
         samples = step * self.micro_batch_size * self.dp_size
-        if samples < self._position:
+        distance = samples - self._position
+        if distance < 0:
             raise ValueError(f"Batch: cannot go back from sample {self._position} to microbatch {step}; reset first")
-        skip_samples(self.source, samples - self._position)
+        drawn = 0 if self._block is None else len(self._block) - self._offset
+        if distance < drawn:
+            self._offset += distance
+        else:
+            skip_samples(self.source, distance - drawn)
+            self._forget_draw()
         self._position = samples
+
+    def _read_plain(self, reader: SampleReader, sample_ids: Int64Array) -> dict[str, Any]:
+        """The common case, without a look at every sample: all of one file and as long as a row."""
+        arrays, batch = self._take_buffers((reader,), self.micro_batch_size)
+        reader.read_spans(sample_ids, *self._whole_rows, arrays)
+        self.stats.tokens += self.micro_batch_size * self.sequence_length
+        return batch
 
     def _read(self, block: SampleBlock) -> dict[str, Any]:
         rows, width = len(block), self.sequence_length
@@ -160,13 +224,15 @@ class Batch(Node[dict[str, Any]]):
             batch.update(_values(block))
         return batch
 
-    def _take_buffers(
-        self, readers: Sequence[SampleReader], rows: int
-    ) -> tuple[dict[str, npt.NDArray[Any]], dict[str, Any]]:
-        specs = {**_STANDARD, **token_key_specs(readers)}
-        wanted = {key: (dtype, (rows, self.sequence_length, *shape)) for key, (dtype, shape) in specs.items()}
-        if self._buffers is None or self._buffers.specs != wanted:
-            self._buffers = BatchBuffers(wanted)
+    def _take_buffers(self, readers: tuple[SampleReader, ...], rows: int) -> tuple[Arrays, dict[str, Any]]:
+        key = (readers, rows)
+        if self._buffers is None or self._buffers_for != key:
+            specs = {**_STANDARD, **token_key_specs(readers)}
+            wanted = {name: (dtype, (rows, self.sequence_length, *shape)) for name, (dtype, shape) in specs.items()}
+            if self._buffers is None or self._buffers.specs != wanted:
+                self._buffers = BatchBuffers(wanted)
+            # Readers of users' samples are new for every batch, and must not be kept.
+            self._buffers_for = key if not any(isinstance(r, MappingReader) for r in readers) else None
         arrays, tensors = self._buffers.take()
         return arrays, dict(tensors)
 

@@ -56,12 +56,15 @@ class BatchBuffers:
             }
             return {key: tensor.numpy().reshape(-1, *tensor.shape[2:]) for key, tensor in tensors.items()}, tensors
         kept, flat = self._idle_set() or self._new_set()
-        return flat, {key: torch.from_numpy(array) for key, array in zip(self.specs, kept, strict=True)}
+        return flat, dict(zip(self.specs, map(torch.from_numpy, kept), strict=True))
 
     def _idle_set(self) -> _Set | None:
         for found in self._sets:
             arrays = found[0]
-            if all(_references(arrays, i) == _IDLE_REFERENCES for i in range(len(arrays))):
+            for i in range(len(arrays)):
+                if _references(arrays, i) != _IDLE_REFERENCES:
+                    break
+            else:
                 return found
         return None
 

@@ -86,10 +86,12 @@ def test_indices_equal_the_plain_build(
         assert (built.document_index.dtype, built.shuffle_index.dtype) == (np.int32, np.uint32)
 
 
-# Around the powers of two the mask changes; around 1024 the block of draws ends.
+# Around the powers of two the mask changes; around 256 the block of draws ends.
 @settings(deadline=None, max_examples=60)
 @given(
-    st.one_of(st.integers(0, 5000), st.sampled_from([1023, 1024, 1025, 2049, 65535, 65536, 65537, 131073])),
+    st.one_of(
+        st.integers(0, 5000), st.sampled_from([255, 256, 257, 258, 511, 512, 513, 1025, 65535, 65536, 65537, 131073])
+    ),
     seeds,
     st.sampled_from([np.int32, np.uint32, np.int64]),
 )

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torchdata.nodes import BaseNode, IterableWrapper, Mapper
 
+from tdp_megatron.errors import StateMismatchError
 from tdp_megatron.nodes import Batch, Blend, DocumentSample, GPTSample, IndexedRead
 from tdp_megatron.testing import check_resume_at_every_step, write_corpus
 from tdp_megatron.types import IGNORE_LABEL
@@ -175,8 +176,14 @@ def test_skipping_is_reading_without_looking(prefix: str) -> None:
     for _ in range(4):
         next(read)
     skipped.skip_to(4)
-    assert skipped.state_dict() == read.state_dict()
     assert torch.equal(next(skipped)["tokens"], next(read)["tokens"])
+    skipped.skip_to(6)  # inside what has been drawn already
+    next(read)
+    expected = next(read)["tokens"]
+    restored = Batch(samples(prefix), micro_batch_size=2, dp_rank=0, dp_size=2)
+    restored.reset(skipped.state_dict())
+    assert torch.equal(next(skipped)["tokens"], expected)
+    assert torch.equal(next(restored)["tokens"], expected)
     with pytest.raises(ValueError, match="cannot go back"):
         skipped.skip_to(2)
 
@@ -248,6 +255,16 @@ def test_bad_samples(prefix: str) -> None:
         next(Batch(uneven, micro_batch_size=2, sequence_length=4))
     with pytest.raises(ValueError, match="reset_position_ids needs eod_token"):
         GPTSample(IndexedRead(prefix), sequence_length=S, reset_position_ids=True)
+
+
+def test_a_state_that_was_tampered_with(prefix: str) -> None:
+    node = Batch(samples(prefix), micro_batch_size=2)
+    node.reset(None)
+    next(node)
+    state = node.state_dict()
+    for ahead in (-1, 3, 1.5, None, True):
+        with pytest.raises(StateMismatchError, match="ahead must be a number of samples"):
+            Batch(samples(prefix), micro_batch_size=2).reset({**state, "ahead": ahead})
 
 
 def test_num_microbatches(prefix: str) -> None:
