@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
+from tdp_megatron.background import BackgroundThread
 from tdp_megatron.distributed import Exchange, HostGroup
 from tdp_megatron.distributed.collectives import all_gather_rows, broadcast_bytes, gather_texts
 from tdp_megatron.errors import ExchangeError, StateMismatchError
@@ -366,8 +366,7 @@ class _Ahead:
             except BaseException as error:
                 self._error = error
 
-        # A daemon: Ctrl-C must end the process even while a read hangs.
-        self._thread = threading.Thread(target=run, name="tdp-read-ahead", daemon=True)
+        self._thread = BackgroundThread(run, name="tdp-read-ahead")
         self._thread.start()
 
     def wait(self) -> None:

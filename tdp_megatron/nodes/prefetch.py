@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import queue
 import threading
 import weakref
@@ -9,6 +10,7 @@ from typing import Any, TypeVar
 
 from torchdata.nodes import BaseNode
 
+from tdp_megatron.background import BackgroundThread
 from tdp_megatron.stats import NodeStats
 
 __all__ = ["Prefetch"]
@@ -37,13 +39,13 @@ class Prefetch(BaseNode[T]):
         self.source = source
         self.depth = depth
         self.stats = NodeStats()
-        self._thread: threading.Thread | None = None
+        self._thread: BackgroundThread | None = None
         self._failure: Exception | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         if self._thread is not None:
             raise TypeError("a Prefetch that runs cannot be pickled; pickle it before the first reset")
-        return dict(self.__dict__)
+        return {key: value for key, value in self.__dict__.items() if key not in ("_stop", "_queue", "_end")}
 
     def reset(self, initial_state: dict[str, Any] | None = None) -> None:
         super().reset(initial_state)
@@ -74,25 +76,25 @@ class Prefetch(BaseNode[T]):
         self._state: dict[str, Any] = self.source.state_dict()
         self._stop = threading.Event()
         self._queue: queue.Queue[tuple[T | None, dict[str, Any], Exception | None]] = queue.Queue(self.depth)
-        # A daemon: Ctrl-C in the training loop must end the process even while a read hangs.
-        self._thread = threading.Thread(
-            target=_run, args=(self.source, self._queue, self._stop), name="tdp-prefetch", daemon=True
-        )
-        self._thread.start()
         # The thread knows the source and the queue, not this node: a node nobody keeps ends its thread.
-        weakref.finalize(self, self._stop.set)
+        run = functools.partial(_run, self.source, self._queue, self._stop)
+        self._thread = BackgroundThread(run, name="tdp-prefetch", stop=self._stop)
+        self._thread.start()
+        self._end = weakref.finalize(self, self._stop.set)
 
     def shutdown(self) -> None:
         """End the thread and wait for it; what it has read ahead is dropped."""
         if self._thread is None:
             return
-        self._stop.set()
+        self._end()
         self._thread.join()
         self._thread = None
 
     def next(self) -> T:
         if self._failure is not None:
             raise self._failure
+        if self._thread is None:
+            raise RuntimeError("this Prefetch was shut down; reset it first")
         self.stats.queue_depth = self._queue.qsize()
         with self.stats.waiting():
             item, state, failure = self._get()

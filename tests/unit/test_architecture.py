@@ -18,6 +18,7 @@ PACKAGE = Path(tdp_megatron.__file__).parent
 ARROWS: dict[str, set[str]] = {
     "errors": set(),
     "stats": set(),
+    "background": set(),
     "types": {"ops"},  # the views of PackedBatch, imported when called
     "samples": {"_C", "types"},
     "tokenization": {"errors"},
@@ -26,8 +27,20 @@ ARROWS: dict[str, set[str]] = {
     "schedule": {"_C", "errors", "types"},
     "ops": {"_C", "errors", "types", "schedule"},
     "distributed": {"_C", "errors", "types", "samples", "schedule", "ops"},
-    "nodes": {"_C", "errors", "types", "stats", "samples", "indexed", "datasets", "schedule", "ops", "distributed"},
-    "loops": {"_C", "errors", "types", "stats", "samples", "schedule", "distributed", "ops"},
+    "nodes": {
+        "_C",
+        "errors",
+        "types",
+        "stats",
+        "background",
+        "samples",
+        "indexed",
+        "datasets",
+        "schedule",
+        "ops",
+        "distributed",
+    },
+    "loops": {"_C", "errors", "types", "stats", "background", "samples", "schedule", "distributed", "ops"},
 }
 HEAVY = ("triton", "transformer_engine", "boto3", "matplotlib", "megatron", "tokenizers", "tiktoken", "sentencepiece")
 
