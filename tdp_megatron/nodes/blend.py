@@ -171,14 +171,22 @@ class Blend(SampleSource):
             saved = state.get(self.COUNTS_KEY)
             if not isinstance(states, list) or not isinstance(saved, list) or len(states) != k:
                 raise StateMismatchError(f"Blend: the saved state has no states of {k} sources")
+            if len(saved) != k or not all(type(count) is int and 0 <= count < 2**63 for count in saved):
+                raise StateMismatchError(f"Blend: the saved counts are {saved}; expected {k} integers from 0 up")
             self._counts[:] = saved
             self._exhausted = set(state.get(self.EXHAUSTED_KEY, []))
             self._targets[:] = state.get(self.TARGETS_KEY, self._targets)
             total = int(self._counts.sum())
             if total != position:
                 raise StateMismatchError(f"Blend: the counts sum to {total}, the position is {position}")
-            for source, source_state in zip(self.sources, states, strict=True):
+            for i, (source, source_state) in enumerate(zip(self.sources, states, strict=True)):
                 source.reset(source_state)
+                # One that has been begun again counts anew.
+                if isinstance(source, SampleSource) and self.stop != "cycle" and source.position != saved[i]:
+                    raise StateMismatchError(
+                        f"Blend: the saved state of source {self._name(i)} is at sample {source.position}, but "
+                        f"{saved[i]} samples were drawn from it; the state is damaged"
+                    )
         self._set_active()
 
     def _set_active(self) -> None:

@@ -167,6 +167,16 @@ def test_a_state_that_does_not_add_up_is_refused(prefixes: list[str]) -> None:
         Blend([documents(p) for p in prefixes]).reset({**state, "counts": [2, 3, 3]})
     with pytest.raises(StateMismatchError, match="weights was"):
         Blend([documents(p) for p in prefixes], [1, 2, 3]).reset(state)
+    for counts in ([7], [3, 2, 2, 0], [3, 2, 2.0], [8, -1, 0], [2**63, 0, 0], ["3", 2, 2], [True, 3, 3]):
+        with pytest.raises(StateMismatchError, match="expected 3 integers from 0 up"):
+            Blend([documents(p) for p in prefixes]).reset({**state, "counts": counts})
+    first, *others = state["sources"]
+    for sources, counts in (
+        ([{**first, "position": 4}, *others], state["counts"]),  # a source elsewhere
+        (state["sources"], state["counts"][::-1]),  # the right sum, the wrong shares
+    ):
+        with pytest.raises(StateMismatchError, match=r"source 0 .* is at sample \d, but \d samples were drawn"):
+            Blend([documents(p) for p in prefixes]).reset({**state, "sources": sources, "counts": counts})
     with pytest.raises(StateMismatchError, match="no states of 3 sources"):
         Blend([documents(p) for p in prefixes]).reset({**state, "sources": []})
 
