@@ -151,6 +151,8 @@ class MappingReader:
             )
         if dtype.kind == "i" and array.dtype.kind not in "iu":
             raise TypeError(f"{name}: {key} must hold integers, has dtype {array.dtype}")
+        if array.dtype.kind == "u" and array.itemsize == 8 and array.size and int(array.max()) >= 1 << 63:
+            raise ValueError(f"{name}: {key} holds {int(array.max())}, more than int64 holds")
         return np.ascontiguousarray(array.astype(dtype))
 
     def declare_token_keys(self, keys: Sequence[str]) -> None:

@@ -14,7 +14,7 @@ from tdp_megatron.samples import block_from_items
 from tdp_megatron.stats import NodeStats
 from tdp_megatron.types import Sample, SampleBlock
 
-__all__ = ["ENDLESS", "Node", "SampleSource", "draw_block", "leaf_count", "skip_samples"]
+__all__ = ["ENDLESS", "Node", "SampleSource", "draw_block", "leaf_count", "require_node", "skip_samples"]
 
 T = TypeVar("T")
 
@@ -63,6 +63,9 @@ class Node(BaseNode[T]):
     def _next(self) -> T:
         raise NotImplementedError
 
+    #: Entries of the state beyond the common ones that a saved one must have.
+    _source_state_keys: tuple[str, ...] = ()
+
     def _source_state(self) -> dict[str, Any]:
         """Further entries of the state: the sources'."""
         return {}
@@ -107,7 +110,12 @@ class Node(BaseNode[T]):
             StateMismatchError: it belongs to another node, version or configuration.
         """
         name = type(self).__name__
-        missing = [k for k in (self.VERSION_KEY, self.FINGERPRINT_KEY, self.POSITION_KEY) if k not in state]
+        if not isinstance(state, Mapping):
+            raise StateMismatchError(f"{name}: a saved state is a mapping, found {type(state).__name__}")
+        wanted = [self.VERSION_KEY, self.FINGERPRINT_KEY, self.POSITION_KEY]
+        if self.SOURCE_KEY in self._source_state_keys:
+            wanted.append(self.SOURCE_KEY)
+        missing = [k for k in wanted if k not in state]
         if missing:
             raise StateMismatchError(f"{name}: the saved state has no {missing[0]!r}; it has {sorted(state)}")
         if state[self.VERSION_KEY] != self.VERSION:
@@ -115,6 +123,8 @@ class Node(BaseNode[T]):
                 f"{name}: the saved state has version {state[self.VERSION_KEY]!r}, this library reads {self.VERSION}"
             )
         saved, now = state[self.FINGERPRINT_KEY], {"node": name, **self.fingerprint()}
+        if not isinstance(saved, Mapping):
+            raise StateMismatchError(f"{name}: {self.FINGERPRINT_KEY} must be a mapping, found {saved!r}")
         different = [k for k in {**now, **saved} if saved.get(k) != now.get(k)]
         if different:
             shown = "; ".join(f"{k} was {saved.get(k)!r} and is {now.get(k)!r}" for k in different)
@@ -200,6 +210,19 @@ class SampleSource(Node[Sample]):
         if not len(block):
             raise StopIteration
         return block[0]
+
+
+def require_node(source: object) -> None:
+    """Refuse what is not a node when the graph is made, not at the first step.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if not isinstance(source, BaseNode):
+        raise TypeError(
+            f"a source must be a torchdata.nodes.BaseNode, got {type(source).__name__}; wrap an iterable in "
+            "torchdata.nodes.IterableWrapper"
+        )
 
 
 def leaf_count(source: BaseNode[Any]) -> int:

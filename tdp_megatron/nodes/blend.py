@@ -15,7 +15,7 @@ from tdp_megatron import _C
 from tdp_megatron.datasets.blend import check_weights, normalise_weights
 from tdp_megatron.datasets.weights import WeightSchedule
 from tdp_megatron.errors import StateMismatchError, TdpError
-from tdp_megatron.nodes.base import ENDLESS, SampleSource, draw_block, leaf_count, skip_samples
+from tdp_megatron.nodes.base import ENDLESS, SampleSource, draw_block, leaf_count, require_node, skip_samples
 from tdp_megatron.types import Int64Array, SampleBlock
 
 __all__ = ["Blend", "SourceReport", "Stop"]
@@ -79,6 +79,8 @@ class Blend(SampleSource):
         self.sources = list(sources)
         if not self.sources:
             raise ValueError("a blend needs at least one source")
+        for source in self.sources:
+            require_node(source)
         if num_samples is not None and num_samples < 1:
             raise ValueError(f"num_samples must be at least 1 or None, got {num_samples}")
         if stop not in get_args(Stop):

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from torchdata.nodes import BaseNode
 
-from tdp_megatron.nodes.base import SampleSource, draw_block, leaf_count
+from tdp_megatron.nodes.base import SampleSource, draw_block, leaf_count, require_node
 from tdp_megatron.schedule import CostModel
 from tdp_megatron.schedule.api import DEFAULT_COST
 from tdp_megatron.types import Int64Array, SampleBlock
@@ -62,6 +62,7 @@ class LookAhead(SampleSource):
         self, source: BaseNode[Any], *, global_batch_size: int, num_batches: int, cost: CostModel | None = None
     ) -> None:
         super().__init__()
+        require_node(source)
         for name, value in (("global_batch_size", global_batch_size), ("num_batches", num_batches)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be a positive int, got {value!r}")
@@ -90,6 +91,8 @@ class LookAhead(SampleSource):
         self._used = 0 if state is None else int(state[self.WINDOW_KEY])
         self._window_state = self.source.state_dict()
         self._window_start = position - self._used
+
+    _source_state_keys = ("source",)
 
     def _source_state(self) -> dict[str, Any]:
         return {self.WINDOW_KEY: self._used, self.SOURCE_KEY: self._window_state}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,8 @@ import numpy as np
 from torchdata.nodes import BaseNode
 
 from tdp_megatron.distributed import Exchange, GlobalSamples
-from tdp_megatron.nodes.base import Node, draw_block, skip_samples
+from tdp_megatron.errors import ScheduleError
+from tdp_megatron.nodes.base import Node, draw_block, require_node, skip_samples
 from tdp_megatron.ops import allocate_pack, build_pack_table, packed_batches
 from tdp_megatron.samples import FlatSamples, MappingReader, read_block, read_spans_by_reader, token_key_specs
 from tdp_megatron.schedule import CostModel, Plan, imbalance, schedule, validate
@@ -18,6 +20,8 @@ from tdp_megatron.schedule.api import DEFAULT_COST
 from tdp_megatron.types import Int64Array, PackedBatch, ParallelLayout, SampleBlock
 
 __all__ = ["GlobalBatch", "Pack"]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +124,7 @@ class Pack(Node[GlobalBatch]):
         **limits: Any,
     ) -> None:
         super().__init__()
+        require_node(source)
         if isinstance(global_batch_size, bool) or not isinstance(global_batch_size, int):
             raise TypeError(f"global_batch_size must be an int, got {global_batch_size!r}")
         if global_batch_size < 1:
@@ -173,6 +178,8 @@ class Pack(Node[GlobalBatch]):
             with self._latched():
                 self.skip_to(self.consumed_samples // self.global_batch_size)
 
+    _source_state_keys = ("source",)
+
     def _source_state(self) -> dict[str, Any]:
         return {self.SOURCE_KEY: self.source.state_dict()}
 
@@ -194,10 +201,18 @@ class Pack(Node[GlobalBatch]):
         skip_samples(self.source, (step - self._position) * self._share)
         self._position = step
 
-    def _plan(self, seqlens: Int64Array) -> Plan:
-        plan = schedule(seqlens, self.layout, self.cost, self.mode, self.algorithm, **self.limits)
-        if self.check_plans:
-            validate(plan)
+    def _plan(self, seqlens: Int64Array, refs: Int64Array | None = None) -> Plan:
+        try:
+            plan = schedule(seqlens, self.layout, self.cost, self.mode, self.algorithm, **self.limits)
+            if self.check_plans:
+                validate(plan)
+        except ScheduleError as error:
+            where = ""
+            if refs is not None and len(refs):
+                longest = int(np.argmax(seqlens))
+                dataset, sample = refs[longest].tolist()
+                where = f" (the longest, sequence {longest}, is sample {sample} of dataset {dataset})"
+            raise ScheduleError(f"global batch {self._position}: {error}{where}") from error
         return plan
 
     def _next(self) -> GlobalBatch:
@@ -216,6 +231,12 @@ class Pack(Node[GlobalBatch]):
     def _finish(self, count: int) -> None:
         if count < self.global_batch_size:
             self._ended = True
+            if count and self.drop_last and not self._position:
+                logger.warning(
+                    "the data holds %d samples, fewer than one global batch of %d; with drop_last there is no step",
+                    count,
+                    self.global_batch_size,
+                )
             if not count or self.drop_last:
                 raise StopIteration
 
@@ -227,7 +248,7 @@ class Pack(Node[GlobalBatch]):
         with self.stats.working():
             return GlobalBatch(
                 index=self._position,
-                plan=self._plan(block.seqlens),
+                plan=self._plan(block.seqlens, block.refs),
                 seqlens=block.seqlens,
                 num_loss_tokens=block.num_loss_tokens,
                 refs=block.refs,
@@ -256,7 +277,7 @@ class Pack(Node[GlobalBatch]):
         with self.stats.working(), exchange.host.telling_failures(self._position):
             return GlobalBatch(
                 index=self._position,
-                plan=self._plan(samples.seqlens),
+                plan=self._plan(samples.seqlens, samples.refs),
                 seqlens=samples.seqlens,
                 num_loss_tokens=samples.num_loss_tokens,
                 refs=samples.refs,

@@ -13,7 +13,7 @@ from torchdata.nodes import BaseNode
 
 from tdp_megatron.distributed import DpCpGroups, HostGroup, require_equal, sum_int64
 from tdp_megatron.errors import TdpError
-from tdp_megatron.nodes.base import Node
+from tdp_megatron.nodes.base import Node, require_node
 from tdp_megatron.nodes.pack import GlobalBatch
 from tdp_megatron.nodes.shard import Shard
 from tdp_megatron.types import PackedBatch, Step
@@ -50,6 +50,7 @@ class Reroute(Node[Step]):
         agree_every: int = 0,
     ) -> None:
         super().__init__()
+        require_node(source)
         if rank is None:
             rank = 0 if groups is None else groups.rank
         if rank < 0:
@@ -69,6 +70,8 @@ class Reroute(Node[Step]):
 
     def _restart(self, position: int, state: Mapping[str, Any] | None) -> None:
         self.source.reset(None if state is None else state[self.SOURCE_KEY])
+
+    _source_state_keys = ("source",)
 
     def _source_state(self) -> dict[str, Any]:
         return {self.SOURCE_KEY: self.source.state_dict()}

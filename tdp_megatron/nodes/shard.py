@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from torchdata.nodes import BaseNode
 
-from tdp_megatron.nodes.base import ENDLESS, SampleSource, draw_block, leaf_count, skip_samples
+from tdp_megatron.nodes.base import ENDLESS, SampleSource, draw_block, leaf_count, require_node, skip_samples
 from tdp_megatron.types import SampleBlock
 
 __all__ = ["Shard"]
@@ -28,6 +28,7 @@ class Shard(SampleSource):
 
     def __init__(self, source: BaseNode[Any], *, rank: int, num_ranks: int) -> None:
         super().__init__()
+        require_node(source)
         if num_ranks < 1 or not 0 <= rank < num_ranks:
             raise ValueError(f"rank {rank} is outside the {num_ranks} ranks")
         self.source = source
@@ -48,6 +49,8 @@ class Shard(SampleSource):
     def _restart(self, position: int, state: Mapping[str, Any] | None) -> None:
         self._drawn = position
         self.source.reset(None if state is None else state[self.SOURCE_KEY])
+
+    _source_state_keys = ("source",)
 
     def _source_state(self) -> dict[str, Any]:
         return {self.SOURCE_KEY: self.source.state_dict()}

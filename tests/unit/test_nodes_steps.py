@@ -246,3 +246,49 @@ def test_prefetch_bad_depth_and_pickle() -> None:
     with pytest.raises(TypeError, match="cannot be pickled"):
         node.__getstate__()
     node.shutdown()
+
+
+def test_what_is_no_node_is_refused_when_the_graph_is_made(prefixes: list[str]) -> None:
+    for make in (
+        lambda: Pack([1], LAYOUT, global_batch_size=2),  # type: ignore[arg-type]
+        lambda: Prefetch(5),  # type: ignore[arg-type]
+        lambda: Reroute(None),  # type: ignore[arg-type]
+        lambda: Blend([5]),  # type: ignore[list-item]
+        lambda: Shard("x", rank=0, num_ranks=1),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(TypeError, match="must be a torchdata.nodes.BaseNode"):
+            make()
+    with pytest.raises(TypeError, match="depth must be an int"):
+        Prefetch(Slow(), depth=1.5)  # type: ignore[arg-type]
+
+
+def test_damaged_states_are_told_apart_from_code_errors(prefixes: list[str]) -> None:
+    root = steps(prefixes)
+    next(root)
+    state = root.state_dict()
+    for damaged, message in [
+        ({k: v for k, v in state.items() if k != "source"}, "no 'source'"),
+        ({**state, "fingerprint": None}, "fingerprint must be a mapping"),
+        ([], "a saved state is a mapping"),
+    ]:
+        with pytest.raises(StateMismatchError, match=message):
+            steps(prefixes).reset(damaged)  # type: ignore[arg-type]
+
+
+def test_an_overlong_sample_is_named_by_its_place_in_the_data(prefixes: list[str]) -> None:
+    source = DocumentSample(IndexedRead(prefixes[0]), max_seqlen=60, shuffle=False)
+    longest = int(np.argmax(source.table.seqlens))
+    node = Pack(source, ParallelLayout(1, 1, 32), global_batch_size=40)
+    with pytest.raises(ScheduleError, match=rf"global batch 0: .*sample {longest} of dataset 0"):
+        next(node)
+
+
+def test_data_smaller_than_a_global_batch_is_told(prefixes: list[str], caplog: pytest.LogCaptureFixture) -> None:
+    assert list(steps(prefixes, global_batch_size=1000)) == []
+    assert "100 samples, fewer than one global batch of 1000" in caplog.text
+
+
+def test_ids_beyond_int64_are_refused() -> None:
+    source = IterableWrapper([{"tokens": np.array([1, 2**63], dtype=np.uint64)}])
+    with pytest.raises(ValueError, match="more than int64 holds"):
+        next(Pack(source, LAYOUT, global_batch_size=1))
