@@ -1,5 +1,6 @@
 // `waves`: see tdp_megatron/schedule/waves.py and wave_building.py, which are the reference.
 #include <algorithm>
+#include <memory>
 #include <numeric>
 #include <set>
 #include <tuple>
@@ -188,12 +189,19 @@ double Builder::water_level(const Wave& ops, const std::vector<std::size_t>& wav
                             double work) const {
     const double tallest = time.empty() ? 0.0 : *std::max_element(time.begin(), time.end());
     double low = 0.0, high = tallest + work + (ops.empty() ? 0.0 : longest(ops)) + 1.0;
+    struct Filled {
+        double wave_seconds, seconds, ranks;
+    };
+    std::vector<Filled> filled;  // close together in memory: all of it is read 40 times
+    filled.reserve(ops.size());
+    for (std::size_t op = 0; op < ops.size(); ++op) {
+        filled.push_back({time[wave_of[op]], ops[op].seconds, static_cast<double>(scratch_.levels[ops[op].level].k)});
+    }
     for (int halving = 0; halving < 40; ++halving) {
         const double middle = (low + high) / 2.0;
         double room = 0.0;
-        for (std::size_t op = 0; op < ops.size(); ++op) {
-            const double above = std::max(time[wave_of[op]], middle) - ops[op].seconds;
-            room += std::max(above, 0.0) * static_cast<double>(scratch_.levels[ops[op].level].k);
+        for (const Filled& op : filled) {
+            room += std::max(std::max(op.wave_seconds, middle) - op.seconds, 0.0) * op.ranks;
         }
         if (room < work) {
             low = middle;
@@ -243,24 +251,35 @@ bool Builder::longest_to_lowest(const Numbers& rest, Wave& ops, const std::vecto
     return true;
 }
 
+// The reference goes through all that is left for every wave. What it skips stays too large for the rest of the wave,
+// so the next op is the first one of any size that fits, and a queue for each size finds it at once.
 void Builder::deal(Wave& ops, std::vector<Wave>& dealt) const {
-    std::stable_sort(ops.begin(), ops.end(),
-                     [](const GrowingOp& x, const GrowingOp& y) { return x.seconds > y.seconds; });
-    Wave rest = std::move(ops);
-    while (!rest.empty()) {
+    std::vector<std::size_t> order(ops.size());
+    std::iota(order.begin(), order.end(), std::size_t{0});
+    std::stable_sort(order.begin(), order.end(),
+                     [&](std::size_t x, std::size_t y) { return ops[x].seconds > ops[y].seconds; });
+    const std::size_t levels = scratch_.levels.size();
+    std::vector<std::vector<std::size_t>> queues(levels);  // positions in `order`, rising
+    for (std::size_t at = 0; at < order.size(); ++at) queues[ops[order[at]].level].push_back(at);
+    std::vector<std::size_t> heads(levels, 0);
+    for (std::size_t left = ops.size(); left > 0;) {
         std::int64_t free = scratch_.problem.num_ranks;
-        Wave wave, later;
-        for (GrowingOp& op : rest) {
-            const std::int64_t k = scratch_.levels[op.level].k;
-            if (k <= free) {
-                free -= k;
-                wave.push_back(std::move(op));
-            } else {
-                later.push_back(std::move(op));
+        Wave wave;
+        for (;;) {
+            std::size_t first = order.size(), from = 0;
+            for (std::size_t number = 0; number < levels && scratch_.levels[number].k <= free; ++number) {
+                if (heads[number] < queues[number].size() && queues[number][heads[number]] < first) {
+                    first = queues[number][heads[number]];
+                    from = number;
+                }
             }
+            if (first == order.size()) break;
+            ++heads[from];
+            free -= scratch_.levels[from].k;
+            wave.push_back(std::move(ops[order[first]]));
+            --left;
         }
         dealt.push_back(std::move(wave));
-        rest = std::move(later);
     }
 }
 
@@ -305,8 +324,9 @@ Ops Builder::place(const std::vector<const Wave*>& dealt, std::vector<double>& l
     return placed;
 }
 
+// Many heads share their first waves.
 struct Head {
-    std::vector<Wave> waves;
+    std::vector<std::shared_ptr<const Wave>> waves;
     double seconds = 0.0;
     Numbers alive;
 };
@@ -347,9 +367,9 @@ class Searcher {
    private:
     bool done() const { return left_ <= 0 || best_seconds_ <= good_enough_; }
 
-    double offer(const std::vector<Wave>& head, const std::vector<Wave>& made) {
+    double offer(const Head& head, const std::vector<Wave>& made) {
         std::vector<const Wave*> all;
-        for (const Wave& wave : head) all.push_back(&wave);
+        for (const auto& wave : head.waves) all.push_back(wave.get());
         for (const Wave& wave : made) all.push_back(&wave);
         double seconds = 0.0;
         std::vector<double> loads;
@@ -382,7 +402,7 @@ class Searcher {
             std::vector<Wave> made;
             if (builder_.even_waves(head.alive, count, std::max(stretch * mean, floor), made)) {
                 const double before = best_seconds_;
-                const double seconds = offer(head.waves, made);
+                const double seconds = offer(head, made);
                 if (seconds < before) {
                     best_head_ = head;
                     best_extra_ = extra;
@@ -428,7 +448,7 @@ class Searcher {
         Numbers left;
         Wave wave = builder_.tall_wave(head.alive, limit, left);
         head.seconds += longest(wave);
-        head.waves.push_back(std::move(wave));
+        head.waves.push_back(std::make_shared<const Wave>(std::move(wave)));
         head.alive = std::move(left);
     }
 
@@ -450,7 +470,7 @@ class Searcher {
                 }
                 make_taller(head, limits[number]);
                 if (head.alive.empty()) {
-                    offer(head.waves, {});
+                    offer(head, {});
                     break;
                 }
                 if (head.seconds >= best_seconds_ || worse >= kPatience || done()) break;
@@ -461,7 +481,7 @@ class Searcher {
         if (best_ops_.first_rank.empty()) {
             Head head = everything();
             while (!head.alive.empty()) make_taller(head, times_[0]);
-            offer(head.waves, {});
+            offer(head, {});
         }
     }
 
