@@ -72,4 +72,4 @@ def training_steps(options: TrainOptions, groups: DpCpGroups) -> BaseNode[Step]:
         cost=cost_model(options),
         exchange=exchange,
     )
-    return Prefetch(Reroute(packed, groups=groups), depth=options.prefetch)
+    return Prefetch(Reroute(packed, groups=groups, agree_every=100), depth=options.prefetch)

@@ -77,6 +77,8 @@ class TrainOptions:
     """``auto``, ``cpu`` or ``cuda``."""
     deadline: float
     """Seconds until a collective that some rank does not reach becomes an error."""
+    live: bool = False
+    """Whether rank 0 shows tables of the data graph while it trains, in a terminal."""
 
     def __post_init__(self) -> None:
         least = {
@@ -180,6 +182,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--save-interval", type=int, default=0, help="steps between checkpoints; 0: only at the end")
     run.add_argument("--resume", default="auto", help="auto (latest in --output, if any), none, or a checkpoint's path")
     run.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    run.add_argument("--live", action="store_true", help="keep tables of the data graph on the screen; in a terminal")
     run.add_argument("--deadline", type=float, default=120.0, help="seconds for a collective that a rank misses")
     return parser
 

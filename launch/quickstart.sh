@@ -26,6 +26,7 @@ or repeated. Ends with a table, also written to OUTPUT/summary.json.
   --algorithm NAME        packing algorithm (default: lpt)
   --reroute plan|exchange how samples reach their ranks (default: plan)
   --device auto|cpu|cuda  (default: auto)
+  --live                  keep tables of what the data nodes do on the screen (in a terminal)
   --output DIR            (default: out/quickstart in the repository)
   -h, --help              this text
 
@@ -42,7 +43,7 @@ wrong() {
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 world_size='' dp='' cp='' steps=30 resume_dp='' resume_cp='' resume_steps=10
 data=() weights='' tokenizer='' global_batch_size=32 max_seqlen=512
-algorithm=lpt reroute=plan device=auto output=$root/out/quickstart
+algorithm=lpt reroute=plan device=auto output=$root/out/quickstart live=()
 
 absolute() {
     case $1 in
@@ -57,6 +58,11 @@ while (($#)); do
         -h | --help)
             usage
             exit 0
+            ;;
+        --live)
+            live=(--live)
+            shift
+            continue
             ;;
         --*=*)
             set -- "${option%%=*}" "${option#*=}" "${@:2}"
@@ -221,7 +227,7 @@ train() {
         "${data_options[@]}" --tokenizer "${tokenizer:-$output/corpus/tokenizer.json}" \
         --dp "$dp" --cp "$cp" --global-batch-size "$global_batch_size" --max-seqlen "$max_seqlen" \
         --algorithm "$algorithm" --reroute "$reroute" --device "$device" --num-layers 2 \
-        --steps "$((steps + resume_steps))" --output "$output/run" "$@"
+        --steps "$((steps + resume_steps))" --output "$output/run" ${live[@]+"${live[@]}"} "$@"
     training=''
 }
 

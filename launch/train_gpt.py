@@ -17,15 +17,16 @@ from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
-from torchdata.nodes import Loader
 
 from checkpoint import Checkpoint, find_checkpoint, load_checkpoint, save_checkpoint
 from data_graph import cost_model, parallel_layout, training_steps
+from live_view import LiveView
 from model import GPT, GPTConfig
 from options import TrainOptions, parse_options
 from run_log import RunLog, next_attempt
 from runtime import EXPECTED_ERRORS, Runtime, SetupError, StopSignal, describe, start_runtime, vocab_size_of
 from tdp_megatron.distributed import DpCpGroups
+from tdp_megatron.nodes import Loader
 from tdp_megatron.schedule import imbalance
 from tdp_megatron.types import Step
 from training import build_optimizer, learning_rate, train_step, warm_up
@@ -40,11 +41,12 @@ class _Trainer:
     model: DistributedDataParallel
     optimizer: torch.optim.Optimizer
     loader: Loader[Step]
+    view: LiveView
     steps_taken: int = 0
 
     def say(self, text: str) -> None:
         if self.runtime.rank == 0:
-            print(text, flush=True)
+            self.view.say(text)
 
     def save(self) -> None:
         rng_states = {"cpu": self.runtime.gather_tensor(torch.get_rng_state())}
@@ -160,6 +162,8 @@ def _train(trainer: _Trainer, steps: Iterator[Step], log: RunLog, stop: StopSign
         log.write_refs(trainer.steps_taken - 1, step)
         log.write_metrics(metrics)
         trainer.say(_describe(metrics, options.steps))
+        if trainer.view.is_live:
+            trainer.view.update(trainer.loader.stats())
         done = trainer.steps_taken
         if stopping:
             why = f"{stop.name or 'a signal on another rank'} asked to stop"
@@ -200,7 +204,7 @@ def _set_up(options: TrainOptions, runtime: Runtime) -> tuple[_Trainer, Iterator
                 f"{path} was saved with --reroute {checkpoint.reroute}, this run has --reroute {sized.reroute}; "
                 f"go on with --reroute {checkpoint.reroute}"
             )
-        loader = Loader(training_steps(sized, groups), restart_on_stop_iteration=False)
+        loader = Loader(training_steps(sized, groups))
         return sized, GPT(config).to(runtime.device), loader, checkpoint
 
     options, model, loader, checkpoint = runtime.together("setup", alone)
@@ -217,7 +221,8 @@ def _set_up(options: TrainOptions, runtime: Runtime) -> tuple[_Trainer, Iterator
     )
     warm_up(ddp, runtime.device)
     optimizer = build_optimizer(model, options.lr, options.weight_decay)
-    trainer = _Trainer(options=options, runtime=runtime, model=ddp, optimizer=optimizer, loader=loader)
+    view = LiveView(options.live and runtime.rank == 0)
+    trainer = _Trainer(options=options, runtime=runtime, model=ddp, optimizer=optimizer, loader=loader, view=view)
     if checkpoint is not None:
         trainer.restore(checkpoint)
     parameters = sum(p.numel() for p in model.parameters())
@@ -243,7 +248,7 @@ def _run(options: TrainOptions, runtime: Runtime, stop: StopSignal) -> None:
         "torch": torch.__version__,
     }
     folder = options.output / f"attempt-{attempt:03d}"
-    with runtime.together("log", lambda: RunLog(folder, runtime.rank, facts)) as log:
+    with runtime.together("log", lambda: RunLog(folder, runtime.rank, facts)) as log, trainer.view:
         _train(trainer, steps, log, stop)
 
 

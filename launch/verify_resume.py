@@ -19,11 +19,11 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from torchdata.nodes import Loader
 
 from data_graph import blended_documents
 from files import write_text
 from options import TrainOptions
+from tdp_megatron.nodes import Loader
 
 Refs = list[tuple[int, int]]
 """Samples as (dataset_id, sample_id)."""
@@ -109,7 +109,7 @@ def read_attempt(folder: Path) -> Attempt:
 
 def uninterrupted_walk(options: TrainOptions, num_batches: int) -> list[Refs]:
     """The first global batches, from one pass over the samples in their global order."""
-    samples = iter(Loader(blended_documents(options), restart_on_stop_iteration=False))
+    samples = iter(Loader(blended_documents(options)))
     size = options.global_batch_size
     return [[tuple(sample.ref) for sample in islice(samples, size)] for _ in range(num_batches)]
 
