@@ -5,9 +5,11 @@ from __future__ import annotations
 import errno
 import itertools
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +19,9 @@ from torchdata.nodes import IterableWrapper
 
 from tdp_megatron.distributed import DpCpGroups, Exchange, HostGroup, require_equal, sum_int64
 from tdp_megatron.errors import ExchangeError, ScheduleError
+from tdp_megatron.loops import HybridCPDataLoaderWrapper, wrap_data_iterator
+from tdp_megatron.loops import hybrid_cp as hybrid_module
+from tdp_megatron.loops import session as session_module
 from tdp_megatron.nodes import DocumentSample, IndexedRead, Pack, Reroute, Shard
 from tdp_megatron.nodes import pack as pack_module
 from tdp_megatron.testing import RankFailure, run_ranks, write_corpus
@@ -234,6 +239,33 @@ def test_a_rank_that_fails_alone_is_named_with_its_cause(where: str, seen_in: st
     assert second == "MemoryError: no room for the plan"
     assert first.startswith(f"ExchangeError: {seen_in}")
     assert first.endswith("did not complete within 1.5 s: rank 1 failed in step 2: MemoryError: no room for the plan")
+
+
+@pytest.mark.parametrize("adapter", ["wrap_data_iterator", "HybridCPDataLoaderWrapper"])
+def test_a_rank_that_fails_alone_in_an_existing_loop_is_named(adapter: str) -> None:
+    config = SimpleNamespace(max_seqlen_per_dp_cp_rank=64, data_timeout_s=1.5)
+
+    def body(rank: int, world: int) -> str:
+        samples = iter(Samples(8))
+        steps: Any = None
+        if adapter == "wrap_data_iterator":
+            steps = iter(lambda: wrap_data_iterator(samples, config, 2)[1], 0)
+        else:
+            steps = HybridCPDataLoaderWrapper(samples, config)
+        next(steps)
+        if rank == 1:
+            # The first step planned from now on; a loop may have read one step ahead already.
+            session_module.schedule = hybrid_module.schedule = out_of_memory  # type: ignore[attr-defined]
+        try:
+            for _ in range(3):
+                next(steps)
+        except (ExchangeError, MemoryError) as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    first, second = run_ranks(body, 2, timeout_s=20)
+    assert second == "MemoryError: no room for the plan"
+    assert re.search(r"rank 1 failed in step [12]: MemoryError: no room for the plan", first)
 
 
 def test_a_cause_is_forgotten_when_the_rank_goes_on() -> None:
