@@ -24,6 +24,8 @@ _LARGE_ERROR = 0.2
 _SMOKE = {
     "hidden_size": 64,
     "num_attention_heads": 4,
+    "num_query_groups": 2,
+    "kv_channels": None,
     "ffn_hidden_size": 128,
     "num_layers": 2,
     "max_tokens": 512,
