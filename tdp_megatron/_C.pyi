@@ -3,6 +3,8 @@ from typing import Any, overload
 import numpy as np
 import numpy.typing as npt
 
+def map_file(path: str) -> npt.NDArray[np.uint8]: ...
+
 class LegacyRandom:
     @overload
     def __init__(self, seed: int) -> None: ...

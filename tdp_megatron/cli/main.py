@@ -26,6 +26,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "prepare-cache": ("tdp_megatron.cli.prepare_cache", "write the index caches of a training run before it starts"),
     "simulate": ("tdp_megatron.cli.simulate", "compare scheduling algorithms on a global batch, without a GPU"),
     "calibrate": ("tdp_megatron.cli.calibrate", "measure the scheduler's cost model on this machine's device"),
+    "bench": ("tdp_megatron.cli.bench", "run the benchmarks of a checkout, beside their peers"),
 }
 
 EXIT_DATA_ERROR = 1

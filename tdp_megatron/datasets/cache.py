@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
+import io
 import json
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -20,6 +23,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from tdp_megatron import _C
 from tdp_megatron.errors import CacheError
 from tdp_megatron.indexed.atomic import TemporaryOutput
 from tdp_megatron.indexed.paths import fsync_folder
@@ -32,6 +36,7 @@ Arrays: TypeAlias = "dict[str, npt.NDArray[Any]]"
 
 _MANIFEST_FORMAT = 1
 _LONGEST_POLL_S = 0.25
+_LONGEST_HEADER = 4096
 _SECONDS_BETWEEN_NOTICES = 30.0
 
 
@@ -152,13 +157,36 @@ def _load(key: CacheKey, provenance: Provenance, check_shape: Check, check_conte
 
 
 def _open(path: str) -> npt.NDArray[Any]:
+    data = _C.map_file(path)  # not np.memmap, which holds a descriptor for as long as the array lives
     try:
-        array: npt.NDArray[Any] = np.lib.format.open_memmap(path, mode="r")
-    except FileNotFoundError:
-        raise
+        begin, dtype, shape = _array_header(data[:_LONGEST_HEADER].tobytes())
+        count = math.prod(shape)
+        if dtype.hasobject or count * dtype.itemsize != len(data) - begin:
+            raise ValueError(f"{len(data)} bytes do not hold an array of shape {shape} and dtype {dtype}")
+        array: npt.NDArray[Any] = data[begin:].view(dtype).reshape(shape)
     except Exception as error:  # a damaged header makes NumPy raise almost anything
         raise _UnusableError(f"{path} is damaged: {error}") from None
     return array
+
+
+def _array_header(head: bytes) -> tuple[int, np.dtype[Any], tuple[int, ...]]:
+    """Where the data of a ``.npy`` file begins, its dtype and shape."""
+    if len(head) < 10 or not head.startswith(b"\x93NUMPY"):
+        raise ValueError("it does not begin like a .npy file")
+    size = 10 + int.from_bytes(head[8:10], "little") if head[6] == 1 else len(head)
+    return _parsed_header(head[:size])
+
+
+# The files of a thousand datasets have few different headers.
+@functools.lru_cache(maxsize=256)
+def _parsed_header(head: bytes) -> tuple[int, np.dtype[Any], tuple[int, ...]]:
+    file = io.BytesIO(head)
+    version = np.lib.format.read_magic(file)
+    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    shape, fortran_order, dtype = read(file)
+    if fortran_order and len(shape) > 1:
+        raise ValueError("its array is in Fortran order")
+    return file.tell(), dtype, shape
 
 
 def _file_stamps(key: CacheKey) -> dict[str, list[int]]:

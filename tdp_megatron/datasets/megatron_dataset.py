@@ -7,6 +7,8 @@ import json
 import logging
 from abc import ABC, abstractmethod
 from collections import OrderedDict
+from collections.abc import Callable
+from json.encoder import encode_basestring_ascii
 from typing import Any
 
 import numpy as np
@@ -40,8 +42,26 @@ def describe(identifiers: OrderedDict[str, Any]) -> tuple[str, str]:
                 "Megatron's, or a tdp_megatron.datasets.TokenizerSpec"
             ) from None
 
-    text = json.dumps(identifiers, indent=4, default=expand)
+    text = _indented(identifiers, expand)
     return text, hashlib.md5(text.encode(), usedforsecurity=False).hexdigest()
+
+
+def _indented(entry: Any, expand: Callable[[Any], Any], margin: str = "\n") -> str:
+    """``json.dumps(entry, indent=4, default=expand)``, which is slow because its fast encoder does not indent."""
+    kind = type(entry)
+    if kind is str:
+        return encode_basestring_ascii(entry)
+    if kind is int:
+        return repr(entry)
+    inner = margin + "    "
+    if kind in (dict, OrderedDict) and entry and all(type(key) is str for key in entry):
+        items = [f"{encode_basestring_ascii(key)}: {_indented(value, expand, inner)}" for key, value in entry.items()]
+        return "{" + inner + f",{inner}".join(items) + margin + "}"
+    if kind in (list, tuple) and entry:
+        return "[" + inner + f",{inner}".join([_indented(value, expand, inner) for value in entry]) + margin + "]"
+    if hasattr(entry, "unique_identifiers") and not isinstance(entry, (str, int, float, list, tuple, dict)):
+        return _indented(entry.unique_identifiers, expand, margin)
+    return json.dumps(entry, indent=4, default=expand).replace("\n", margin)
 
 
 def _special_ids(tokenizer: Any) -> list[int]:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import glob
 import os
 import secrets
+import time
 import weakref
 from typing import IO
 
 __all__ = ["TemporaryOutput"]
 
 _BUFFER = 1 << 20
+_SUFFIX_LENGTH = len(".01234567.tmp")
+_MOST_LISTS = 64
+_LISTS: dict[str, tuple[float, list[str]]] = {}
 
 
 class TemporaryOutput:
@@ -64,11 +67,36 @@ def _discard(file: IO[bytes], path: str) -> None:
 
 
 def _remove_abandoned(path: str) -> None:
-    for left in glob.glob(glob.escape(path) + ".????????.tmp"):
+    folder, name = os.path.split(path)
+    for found in _temporary_names(folder or "."):
+        if not (found.startswith(name + ".") and len(found) == len(name) + _SUFFIX_LENGTH):
+            continue
         with contextlib.suppress(OSError):
+            left = os.path.join(folder, found)
             descriptor = os.open(left, os.O_RDONLY)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 os.unlink(left)
             finally:
                 os.close(descriptor)
+
+
+def _temporary_names(folder: str) -> list[str]:
+    """Names of temporary files in a folder.
+
+    A folder of thousands of caches is not listed for every file that is written into it: a list is used again for
+    ten times as long as it took to make.
+    """
+    now = time.monotonic()
+    until, names = _LISTS.get(folder, (0.0, []))
+    if now < until:
+        return names
+    try:
+        names = [name for name in os.listdir(folder) if name.endswith(".tmp")]
+    except OSError:
+        return []
+    done = time.monotonic()
+    if len(_LISTS) >= _MOST_LISTS:
+        _LISTS.clear()
+    _LISTS[folder] = (done + 10 * (done - now), names)
+    return names
