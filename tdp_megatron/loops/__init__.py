@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tdp_megatron.distributed.broadcast import broadcast_scalars, broadcast_tensor
 from tdp_megatron.loops.config import LoopConfig
 from tdp_megatron.loops.groups import LoopGroups
 from tdp_megatron.loops.hybrid_cp import HybridCPDataLoaderWrapper
@@ -19,6 +20,8 @@ __all__ = [
     "LoopGroups",
     "PackedIterator",
     "PackingSession",
+    "broadcast_scalars",
+    "broadcast_tensor",
     "get_batch_on_this_rank_for_sequence_packing",
     "packing_session",
     "wrap_data_iterator",
