@@ -5,6 +5,7 @@ namespace tdp {
 void register_gather(pybind11::module_& m);
 void register_indices(pybind11::module_& m);
 void register_pack(pybind11::module_& m);
+void register_instant(pybind11::module_& m);
 void register_map(pybind11::module_& m);
 void register_random(pybind11::module_& m);
 void register_wire(pybind11::module_& m);
@@ -14,6 +15,7 @@ void register_schedule(pybind11::module_& m);
 PYBIND11_MODULE(_C, m, pybind11::mod_gil_not_used()) {
     m.doc() = "Native kernels: index build, blend, gather. NumPy arrays in and out, no copies, GIL released.";
     tdp::register_indices(m);
+    tdp::register_instant(m);
     tdp::register_map(m);
     tdp::register_random(m);
     tdp::register_gather(m);

@@ -3,6 +3,21 @@ from typing import Any, overload
 import numpy as np
 import numpy.typing as npt
 
+def permute(places: npt.NDArray[np.int64], size: int, key: int) -> npt.NDArray[np.int64]: ...
+def instant_pieces(
+    lengths: npt.NDArray[np.int32],
+    pointers: npt.NDArray[np.int64],
+    begin: int,
+    end: int,
+    begin_byte: int,
+    end_byte: int,
+    itemsize: int,
+    window: int,
+    key: int,
+    start: npt.NDArray[np.int64],
+    length: npt.NDArray[np.int64],
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]: ...
+def blend_period(shares: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]: ...
 def map_file(path: str) -> npt.NDArray[np.uint8]: ...
 
 class LegacyRandom:

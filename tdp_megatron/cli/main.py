@@ -35,7 +35,9 @@ EXIT_INTERRUPTED = 130
 
 
 def _parser(command: str | None) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="tdp", description=(tdp_megatron.__doc__ or "").splitlines()[0], allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog="tdp", description=(tdp_megatron.__doc__ or "").splitlines()[0], allow_abbrev=False
+    )
     parser.add_argument("--version", action="version", version=f"tdp_megatron {tdp_megatron.__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, (module, text) in COMMANDS.items():

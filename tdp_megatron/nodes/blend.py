@@ -13,6 +13,7 @@ from torchdata.nodes import BaseNode
 
 from tdp_megatron import _C
 from tdp_megatron.datasets.blend import check_weights, normalise_weights
+from tdp_megatron.datasets.instant import InstantBlend
 from tdp_megatron.datasets.weights import WeightSchedule
 from tdp_megatron.errors import StateMismatchError, TdpError
 from tdp_megatron.nodes.base import ENDLESS, SampleSource, draw_block, leaf_count, require_node, skip_samples
@@ -57,6 +58,8 @@ class Blend(SampleSource):
         num_samples: samples in all; None for as many as the sources have.
         stop: when a source has nothing left, end (``first_exhausted``; an error if ``num_samples`` asks for more), go
             on with the others (``all_exhausted``), or begin it again (``cycle``).
+        order: ``"megatron"``, or ``"instant"``: an order of our own in which every source is within one sample of its
+            share at every moment, and any position is there at once.
 
     Raises:
         ValueError, TypeError: bad weights; the message names the source and the value.
@@ -74,8 +77,15 @@ class Blend(SampleSource):
         *,
         num_samples: int | None = None,
         stop: Stop = "first_exhausted",
+        order: Literal["megatron", "instant"] = "megatron",
     ) -> None:
         super().__init__()
+        if order not in ("megatron", "instant"):
+            raise ValueError(f"order must be 'megatron' or 'instant', got {order!r}")
+        if order == "instant" and (stop != "first_exhausted" or isinstance(weights, WeightSchedule)):
+            raise ValueError("order='instant' goes with fixed weights and stop='first_exhausted' only")
+        self.order = order
+        self._instant: InstantBlend | None = None
         self.sources = list(sources)
         if not self.sources:
             raise ValueError("a blend needs at least one source")
@@ -139,7 +149,8 @@ class Blend(SampleSource):
 
     def fingerprint(self) -> dict[str, Any]:
         weights = self._resolved_weights() if self.schedule is None else self.schedule.fingerprint()
-        return {"weights": weights, "num_samples": self.num_samples, "stop": self.stop, "sources": len(self.sources)}
+        facts = {"weights": weights, "num_samples": self.num_samples, "stop": self.stop, "sources": len(self.sources)}
+        return facts if self.order == "megatron" else {**facts, "order": self.order}
 
     def _resolved_weights(self) -> list[float]:
         if self.weights is None:
@@ -154,6 +165,8 @@ class Blend(SampleSource):
         if self.schedule is None:
             weights = self._resolved_weights()
             self._normalised = normalise_weights(weights)
+            if self.order == "instant":
+                self._instant = InstantBlend(weights)
             skipped = [self._name(i) for i in range(len(weights)) if weights[i] == 0]
             if skipped:
                 logger.warning("blend: no samples from sources of weight 0: %s", ", ".join(skipped))
@@ -231,6 +244,14 @@ class Blend(SampleSource):
 
     def _skip(self, n: int) -> None:
         lengths = [s.num_remaining() if isinstance(s, SampleSource) else None for s in self.sources]
+        if self._instant is not None:
+            counts = self._instant.counts(self._at + n)
+            wanted = (counts - self._counts).tolist()
+            if all(length is not None and length >= w for length, w in zip(lengths, wanted, strict=True)):
+                for source, count in zip(self.sources, wanted, strict=True):
+                    skip_samples(source, count)
+                self._counts, self._at = counts, self._at + n
+                return
         if any(lengths[i] != ENDLESS for i in self._active):
             # Where sources end, who gives which sample depends on it: go through the draws.
             while n > 0:
@@ -251,6 +272,9 @@ class Blend(SampleSource):
     def _choose(self, n: int) -> tuple[Int64Array, Int64Array, Int64Array, npt.NDArray[np.float64]]:
         """Sources of the next n samples and their running numbers, and counts and targets after them."""
         active = self._active
+        if self._instant is not None:
+            chosen, number = self._instant.locate(np.arange(self._at, self._at + n, dtype=np.int64))
+            return chosen, number, self._instant.counts(self._at + n), self._targets
         counts = self._counts.copy()
         if self.schedule is None:
             mine = np.ascontiguousarray(counts[active])

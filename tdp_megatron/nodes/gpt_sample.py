@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 
 from tdp_megatron.datasets.gpt_indices import build_gpt_indices
+from tdp_megatron.datasets.instant import InstantChunks, InstantReader
 from tdp_megatron.datasets.readers import GPTReader
 from tdp_megatron.nodes.base import SampleSource
 from tdp_megatron.nodes.indexed_read import IndexedRead
 from tdp_megatron.types import UNKNOWN_LOSS_TOKENS, SampleBlock
 
 __all__ = ["GPTSample"]
+
+#: Orders of fixed-length samples.
+Order: TypeAlias = Literal["megatron", "instant"]
 
 
 class GPTSample(SampleSource):
@@ -29,6 +33,8 @@ class GPTSample(SampleSource):
         eod_token: end-of-document id, for ``eod_mask_loss``.
         eod_mask_loss: no loss at positions whose token is ``eod_token``.
         reset_position_ids: position ids start again from 0 after every ``eod_token``.
+        order: ``"megatron"``, or ``"instant"`` for an order of our own that needs no index: nothing is built, any
+            position is there at once. Whole samples only; every epoch has its own order.
 
     Raises:
         ValueError: a bad argument; at reset, a split too small for one sample.
@@ -46,6 +52,7 @@ class GPTSample(SampleSource):
         eod_token: int | None = None,
         eod_mask_loss: bool = False,
         reset_position_ids: bool = False,
+        order: Order = "megatron",
     ) -> None:
         super().__init__()
         if not isinstance(source, IndexedRead):
@@ -58,6 +65,10 @@ class GPTSample(SampleSource):
             raise ValueError(f"random_seed must be in [0, 2**32), got {random_seed}")
         if (eod_mask_loss or reset_position_ids) and eod_token is None:
             raise ValueError(f"{'eod_mask_loss' if eod_mask_loss else 'reset_position_ids'} needs eod_token")
+        if order not in get_args(Order):
+            raise ValueError(f"order must be one of {', '.join(get_args(Order))}, got {order!r}")
+        if order == "instant" and not drop_last_partial_sequence:
+            raise ValueError("order='instant' has whole samples only; leave drop_last_partial_sequence on")
         self.source = source
         self.sequence_length = sequence_length
         self.num_samples = num_samples
@@ -67,7 +78,9 @@ class GPTSample(SampleSource):
         self.eod_token = eod_token
         self.eod_mask_loss = eod_mask_loss
         self.reset_position_ids = reset_position_ids
+        self.order: Order = order
         self._reader: GPTReader | None = None
+        self._instant: InstantReader | None = None
 
     def fingerprint(self) -> dict[str, Any]:
         return {
@@ -77,11 +90,14 @@ class GPTSample(SampleSource):
             "add_extra_token_to_sequence": self.add_extra_token_to_sequence,
             "drop_last_partial_sequence": self.drop_last_partial_sequence,
             "source": self.source.fingerprint(),
+            **({} if self.order == "megatron" else {"order": self.order}),
         }
 
     def __len__(self) -> int:
         """Samples of the whole run; builds the indices."""
         self._build()
+        if self._instant is not None:
+            return self.num_samples or self._instant.chunks.samples_per_epoch
         assert self._reader is not None
         return len(self._reader.indices)
 
@@ -89,6 +105,8 @@ class GPTSample(SampleSource):
     def samples_per_epoch(self) -> int:
         """Samples one pass over the data gives."""
         self._build()
+        if self._instant is not None:
+            return self._instant.chunks.samples_per_epoch
         assert self._reader is not None
         return self._reader.indices.tokens_per_epoch // self.sequence_length
 
@@ -96,10 +114,21 @@ class GPTSample(SampleSource):
         self._build()
 
     def _build(self) -> None:
-        if self._reader is not None:
+        if self._reader is not None or self._instant is not None:
             return
         dataset = self.source.dataset
         begin, end = self.source.bounds
+        eod_rules = (
+            self.eod_token if self.eod_mask_loss else None,
+            self.eod_token if self.reset_position_ids else None,
+        )
+        if self.order == "instant":
+            extra = int(self.add_extra_token_to_sequence)
+            chunks = InstantChunks(dataset, begin, end, self.sequence_length, extra, self.random_seed)
+            if not chunks.samples_per_epoch:
+                raise self._too_small(chunks.num_tokens)
+            self._instant = InstantReader(chunks, *eod_rules)
+            return
         indices = build_gpt_indices(
             dataset.sequence_lengths,
             range(begin, end),
@@ -112,22 +141,19 @@ class GPTSample(SampleSource):
         )
         extra = int(self.add_extra_token_to_sequence)
         if not len(indices):
-            raise ValueError(
-                f"{self.source.label}: the split holds {indices.tokens_per_epoch} tokens, one sample needs "
-                f"{self.sequence_length + extra}; give num_samples (epochs repeat), more data or a smaller "
-                "sequence_length"
-            )
+            raise self._too_small(indices.tokens_per_epoch)
         # Every sample is full but the one that ends the data, when it is kept.
         self._last_seqlen = self.sequence_length
         total = indices.num_epochs * indices.tokens_per_epoch
         if not self.drop_last_partial_sequence:
             self._last_seqlen = min(self.sequence_length, total - extra - (len(indices) - 1) * self.sequence_length)
-        self._reader = GPTReader(
-            dataset,
-            indices,
-            extra,
-            self.eod_token if self.eod_mask_loss else None,
-            self.eod_token if self.reset_position_ids else None,
+        self._reader = GPTReader(dataset, indices, extra, *eod_rules)
+
+    def _too_small(self, num_tokens: int) -> ValueError:
+        return ValueError(
+            f"{self.source.label}: the split holds {num_tokens} tokens, one sample needs "
+            f"{self.sequence_length + int(self.add_extra_token_to_sequence)}; give num_samples (epochs repeat), more "
+            "data or a smaller sequence_length"
         )
 
     def _restart(self, position: int, state: Mapping[str, Any] | None) -> None:
@@ -141,17 +167,19 @@ class GPTSample(SampleSource):
         """The position is all there is."""
 
     def _take(self, n: int) -> SampleBlock:
-        assert self._reader is not None
-        indices = self._reader.indices
-        ids = np.arange(self._position, min(self._position + n, len(indices)), dtype=np.int64)
-        rows = indices.shuffle_index[ids].astype(np.int64)
-        seqlens = np.where(rows == len(indices) - 1, self._last_seqlen, self.sequence_length).astype(np.int64)
+        ids = np.arange(self._position, min(self._position + n, len(self)), dtype=np.int64)
+        seqlens = np.full_like(ids, self.sequence_length)
+        reader = self._instant or self._reader
+        assert reader is not None
+        if self._reader is not None and self._last_seqlen < self.sequence_length:
+            indices = self._reader.indices
+            seqlens[indices.shuffle_index[ids] == len(indices) - 1] = self._last_seqlen
         if self.eod_mask_loss:
             loss = np.full(len(ids), UNKNOWN_LOSS_TOKENS, dtype=np.int64)
         else:
             loss = seqlens if self.add_extra_token_to_sequence else seqlens - 1
         return SampleBlock(
-            readers=(self._reader,),
+            readers=(reader,),
             reader_index=np.zeros(len(ids), dtype=np.int64),
             sample_ids=ids,
             seqlens=seqlens,

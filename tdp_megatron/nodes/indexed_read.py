@@ -11,6 +11,7 @@ import numpy as np
 from tdp_megatron.datasets.readers import RunReader
 from tdp_megatron.datasets.splits import parse_split, split_bounds
 from tdp_megatron.indexed import IndexedDataset, ObjectStorageConfig, check_vocab, is_object_storage_path
+from tdp_megatron.indexed.expectations import SequencesPerDataset
 from tdp_megatron.nodes.base import SampleSource
 from tdp_megatron.types import Int64Array, SampleBlock
 
@@ -28,6 +29,8 @@ class IndexedRead(SampleSource):
             never mapped.
         vocab_size: when given, a file whose dtype cannot come from that vocabulary is refused.
         object_storage_config: where the index of object storage is kept and how the data is read.
+        sequences_per_dataset: counts and sizes of the file, or of many by prefix, as ``tdp sequences --with-sizes``
+            writes them: then nothing is opened before the first token is needed.
     """
 
     def __init__(
@@ -39,6 +42,7 @@ class IndexedRead(SampleSource):
         mmap: bool = True,
         vocab_size: int | None = None,
         object_storage_config: ObjectStorageConfig | None = None,
+        sequences_per_dataset: SequencesPerDataset | None = None,
     ) -> None:
         super().__init__()
         parse_split(split)
@@ -49,6 +53,10 @@ class IndexedRead(SampleSource):
         self.mmap = mmap and not is_object_storage_path(self.path_prefix)
         self.object_storage_config = object_storage_config
         self.vocab_size = vocab_size
+        entry = sequences_per_dataset
+        if isinstance(entry, Mapping):  # of all files: only this one's is kept
+            entry = {self.path_prefix: entry[self.path_prefix]} if self.path_prefix in entry else {}
+        self._known = entry
         self._dataset: IndexedDataset | None = None
         self._reader: RunReader | None = None
 
@@ -56,7 +64,13 @@ class IndexedRead(SampleSource):
     def dataset(self) -> IndexedDataset:
         """The file, opened at the first use."""
         if self._dataset is None:
-            dataset = IndexedDataset(self.path_prefix, mmap=self.mmap, object_storage_config=self.object_storage_config)
+            dataset = IndexedDataset(
+                self.path_prefix,
+                mmap=self.mmap,
+                object_storage_config=self.object_storage_config,
+                fast_cache_load=self._known is not None,
+                sequences_per_dataset=self._known,
+            )
             if self.vocab_size is not None:
                 check_vocab(dataset, self.vocab_size)
             self._dataset = dataset
@@ -73,7 +87,12 @@ class IndexedRead(SampleSource):
         return f"{self.path_prefix} (split {self.split!r}, {self.split_name})"
 
     def fingerprint(self) -> dict[str, Any]:
-        return {"split": self.split, "split_name": self.split_name, **self.dataset.fingerprint()}
+        dataset = self.dataset
+        if self._known is None:
+            facts = dataset.fingerprint()
+        else:  # what is known without opening the file
+            facts = {"sequences": len(dataset), "tokens": dataset.num_tokens, "dtype": dataset.dtype.name}
+        return {"split": self.split, "split_name": self.split_name, **facts}
 
     def _open(self) -> None:
         begin, end = self.bounds
