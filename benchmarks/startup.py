@@ -7,6 +7,9 @@ a process of its own:
 * ``warm``: the caches are there.
 * ``fast``: with ``fast_cache_load``, ``defer_npy_index_mmap`` and the counts of all files in a manifest.
 
+* ``instant``: 5000 files of 1e12 tokens in the order that needs no index, from the manifest to the first 1024 samples
+  planned; at a later position as well.
+
 ``megatron`` is megatron-core, ``ours`` the same classes of this package. ``import`` is what importing costs beyond
 ``import torch``. ``fds`` are descriptors held when the blend is ready, ``first sample`` the time until the first
 sample has been read as well.
@@ -28,9 +31,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import Case, Timing, main, optional
+from common import Case, Timing, main, optional, timed
 
 from tdp_megatron.indexed import IndexedDatasetBuilder
+from tdp_megatron.nodes import Blend, GPTSample, IndexedRead
 
 _MODULES = {
     "megatron": (
@@ -127,6 +131,27 @@ def cases(smoke: bool, repeat: int) -> Iterator[Case]:
                     notes[f"first sample {name}"] = f"{measured[3]:.3f} s"
             yield Case(f"{len(prefixes)} prefixes {kind}", _timings(spent), peer="megatron", notes=notes)
         yield Case("import beyond torch", _timings(imports), peer="megatron")
+    count = 50 if smoke else 5000
+    entry = [100_000, 100_001, 8, 400_000_000, 34 + 12 * 100_000 + 8 * 100_001]
+    manifest = {f"/nowhere/part{i:05d}": entry for i in range(count)}
+    weights = (np.random.default_rng(0).random(count) + 0.01).tolist()
+
+    def instant(position: int) -> None:
+        sources = [
+            GPTSample(
+                IndexedRead(prefix, sequences_per_dataset=manifest),
+                sequence_length=4096,
+                num_samples=10**9,
+                order="instant",
+            )
+            for prefix in manifest
+        ]
+        blend = Blend(sources, weights, num_samples=10**9, order="instant")
+        blend.skip_to(position)
+        blend.take(1024)
+
+    ways = {"ours, position 0": lambda: instant(0), "ours, position 500M": lambda: instant(500_000_000)}
+    yield Case(f"{count} prefixes instant", timed(ways, repeat, warm_up=0))
 
 
 def _timings(spent: dict[str, list[float]]) -> dict[str, Timing]:
