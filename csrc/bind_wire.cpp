@@ -86,7 +86,7 @@ void py_fill_spans(const Array<int64_t>& destinations, const Array<int64_t>& wid
     require_size(position_ids, "position_ids", size);
     require_size(padding_mask, "padding_mask", size);
     require_size(document_id, "document_id", size);
-    const PackPads out{tokens.mutable_data(),       labels.mutable_data(),      loss_mask.mutable_data(),
+    const PackOutput out{tokens.mutable_data(),       labels.mutable_data(),      loss_mask.mutable_data(),
                        position_ids.mutable_data(), padding_mask.mutable_data(), document_id.mutable_data(), size};
     const int64_t *d = destinations.data(), *w = widths.data(), *s = starts.data(), *len = lengths.data(),
                   *e = entries.data();

@@ -90,7 +90,7 @@ void narrow_tokens(const int64_t* tokens, const int64_t* lengths, int64_t n, int
 }
 
 void fill_spans(const int64_t* destinations, const int64_t* widths, const int64_t* starts, const int64_t* lengths,
-                const int64_t* entries, int64_t n, int64_t pad_id, int64_t ignore_label, const PackPads& out) {
+                const int64_t* entries, int64_t n, int64_t pad_id, int64_t ignore_label, const PackOutput& out) {
     int64_t place = 0;
     for (int64_t i = 0; i < n; ++i) {
         if (destinations[i] != place || widths[i] < 0 || lengths[i] < 0 || lengths[i] > widths[i] ||

@@ -29,7 +29,7 @@ SampleFacts scan_samples(const int64_t* tokens, const int64_t* labels, const int
 // Throws std::invalid_argument for another code.
 void narrow_tokens(const int64_t* tokens, const int64_t* lengths, int64_t n, int dtype_code, unsigned char* out);
 
-struct PackPads {
+struct PackOutput {
     int64_t* tokens;
     int64_t* labels;
     float* loss_mask;
@@ -43,6 +43,6 @@ struct PackPads {
 // side by side, span i has widths[i] places from destinations[i] of which the first lengths[i] are real.
 // Throws std::out_of_range where spans do not tile [0, size).
 void fill_spans(const int64_t* destinations, const int64_t* widths, const int64_t* starts, const int64_t* lengths,
-                const int64_t* entries, int64_t n, int64_t pad_id, int64_t ignore_label, const PackPads& out);
+                const int64_t* entries, int64_t n, int64_t pad_id, int64_t ignore_label, const PackOutput& out);
 
 }  // namespace tdp
