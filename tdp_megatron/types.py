@@ -281,6 +281,17 @@ class SampleBlock:
             self.refs[indices],
         )
 
+    def without_idle_readers(self) -> SampleBlock:
+        """The same samples; readers of none of them are let go, with the samples they may hold in memory."""
+        used = np.unique(self.reader_index)
+        if len(used) == len(self.readers):
+            return self
+        place = np.zeros(len(self.readers), dtype=np.int64)
+        place[used] = np.arange(len(used))
+        return replace(
+            self, readers=tuple(self.readers[i] for i in used.tolist()), reader_index=place[self.reader_index]
+        )
+
     @staticmethod
     def concatenate(blocks: Sequence[SampleBlock]) -> SampleBlock:
         """One block after the other; readers that are the same object are kept once."""

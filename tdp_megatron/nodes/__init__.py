@@ -14,6 +14,7 @@ from tdp_megatron.nodes.pack import GlobalBatch, Pack
 from tdp_megatron.nodes.prefetch import Prefetch
 from tdp_megatron.nodes.reroute import Reroute
 from tdp_megatron.nodes.shard import Shard
+from tdp_megatron.nodes.stream_pack import StreamPack
 
 __all__ = [
     "Batch",
@@ -30,4 +31,5 @@ __all__ = [
     "Reroute",
     "SampleSource",
     "Shard",
+    "StreamPack",
 ]

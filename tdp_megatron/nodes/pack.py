@@ -243,7 +243,7 @@ class Pack(Node[GlobalBatch]):
     def _drawn(self) -> GlobalBatch:
         with self.stats.waiting():
             block = draw_block(self.source, self.global_batch_size, 0, self._position * self.global_batch_size)
-            self._declare_keys(block)
+            declare_token_keys(block, self.token_keys)
         self._finish(len(block))
         with self.stats.working():
             return GlobalBatch(
@@ -262,7 +262,7 @@ class Pack(Node[GlobalBatch]):
         with self.stats.waiting():
             try:
                 block = draw_block(self.source, share, 0, self._position * share)
-                self._declare_keys(block)
+                declare_token_keys(block, self.token_keys)
                 local = read_block(block)
             except Exception as failure:  # told to all ranks, then raised on all of them
                 error = failure
@@ -287,10 +287,16 @@ class Pack(Node[GlobalBatch]):
                 local=local,
             )
 
-    def _declare_keys(self, block: SampleBlock) -> None:
-        if not self.token_keys:
-            return
-        for reader in block.readers:
-            if not isinstance(reader, MappingReader):
-                raise ValueError(f"token_keys {self.token_keys} need samples that carry them; token files do not")
-            reader.declare_token_keys(self.token_keys)
+
+def declare_token_keys(block: SampleBlock, token_keys: tuple[str, ...]) -> None:
+    """Treat user keys of a block's samples as per token.
+
+    Raises:
+        ValueError: some samples do not carry them.
+    """
+    if not token_keys:
+        return
+    for reader in block.readers:
+        if not isinstance(reader, MappingReader):
+            raise ValueError(f"token_keys {token_keys} need samples that carry them; token files do not")
+        reader.declare_token_keys(token_keys)

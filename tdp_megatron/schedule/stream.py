@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from tdp_megatron.schedule.problem import Limits, Mode, Problem, check_fits
 from tdp_megatron.schedule.wave_building import Wave, place, tall_wave
 from tdp_megatron.types import Int64Array, ParallelLayout
 
-__all__ = ["StreamScheduler", "StreamWave", "stream"]
+__all__ = ["StreamScheduler", "StreamWave", "join_waves", "stream"]
 
 #: Seeds tried for one wave, from the longest sample in the buffer down.
 _SEEDS = 8
@@ -74,8 +74,27 @@ class StreamScheduler:
     def __len__(self) -> int:
         return len(self._seqlens)
 
+    @property
+    def num_arrived(self) -> int:
+        """Samples since the start of the stream."""
+        return self._arrived
+
+    @property
+    def numbers(self) -> Int64Array:
+        """int64 [n], numbers of the samples in the buffer, in order of arrival."""
+        return np.array(self._numbers, dtype=np.int64)
+
     def add(self, seqlen: int) -> StreamWave | None:
-        """Take the next sample; a wave comes back when the buffer was full.
+        """Put the next sample in the buffer, and take a wave if that fills it.
+
+        Raises:
+            ScheduleError: the sample is too long for the layout.
+        """
+        self.put(seqlen)
+        return self.take() if len(self._seqlens) >= self._window else None
+
+    def put(self, seqlen: int) -> None:
+        """Put the next sample in the buffer.
 
         Raises:
             ScheduleError: the sample is too long for the layout.
@@ -88,16 +107,18 @@ class StreamScheduler:
         self._seqlens.append(int(seqlen))
         self._numbers.append(self._arrived)
         self._arrived += 1
-        return self._take() if len(self._seqlens) >= self._window else None
 
     def flush(self) -> list[StreamWave]:
         """Waves of everything that is still in the buffer."""
         waves = []
-        while self._seqlens:
-            waves.append(self._take())
+        while (wave := self.take()) is not None:
+            waves.append(wave)
         return waves
 
-    def _take(self) -> StreamWave:
+    def take(self) -> StreamWave | None:
+        """The next wave out of what is in the buffer, full or not; None when it is empty."""
+        if not self._seqlens:
+            return None
         seqlens = np.array(self._seqlens, dtype=np.int64)
         problem = Problem(seqlens, self._layout, self._cost, Mode("lockstep"), self._limits)
         scratch = Scratch(problem)
@@ -153,11 +174,14 @@ class StreamScheduler:
 
         Raises:
             StateMismatchError: it was saved with another version, window or max_age.
+            ScheduleError: a sample in the buffer is too long for this layout.
         """
         for name, here in (("version", 1), ("window", self._window), ("max_age", self._max_age)):
             if state[name] != here:
                 raise StateMismatchError(f"{name} of the saved stream is {state[name]}, here it is {here}")
-        self._seqlens = [int(seqlen) for seqlen in state["seqlens"]]
+        seqlens = [int(seqlen) for seqlen in state["seqlens"]]
+        check_fits(np.array(seqlens, dtype=np.int64), self._layout, self._layout.cp_sizes)
+        self._seqlens = seqlens
         self._numbers = [int(number) for number in state["numbers"]]
         self._arrived = int(state["arrived"])
 
@@ -194,6 +218,28 @@ def stream(problem: Problem, *, window: int = 0, max_age: int = 0) -> Plan:
         if wave is not None:
             waves.append(wave)
     waves.extend(scheduler.flush())
+    return _joined(problem, waves)
+
+
+def join_waves(waves: Sequence[StreamWave], layout: ParallelLayout, cost: CostModel) -> Plan:
+    """One plan of several waves, one after the other.
+
+    Args:
+        waves: of one ``StreamScheduler``.
+        layout, cost: its own.
+
+    Returns:
+        A plan of the waves' samples, those of the first wave before those of the second and so on.
+    """
+    ends = np.cumsum([len(wave.sample_numbers) for wave in waves]).tolist()
+    local = [
+        StreamWave(w.plan, np.arange(end - len(w.sample_numbers), end)) for w, end in zip(waves, ends, strict=True)
+    ]
+    seqlens = np.concatenate([wave.plan.seqlens for wave in waves])
+    return _joined(Problem(seqlens, layout, cost, Mode("lockstep"), Limits()), local)
+
+
+def _joined(problem: Problem, waves: Sequence[StreamWave]) -> Plan:
     placed: list[PlacedOp] = [
         (op.first_rank, op.cp_size, wave.sample_numbers[list(op.sample_ids)].tolist())
         for wave in waves

@@ -1,0 +1,206 @@
+"""``StreamPack``: balanced waves from samples that come one by one, where there is no global batch."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from torchdata.nodes import BaseNode
+
+from tdp_megatron.errors import ScheduleError, StateMismatchError
+from tdp_megatron.nodes.base import Node, draw_block, require_node
+from tdp_megatron.nodes.pack import GlobalBatch, declare_token_keys
+from tdp_megatron.schedule import CostModel, StreamScheduler, StreamWave, imbalance
+from tdp_megatron.schedule.api import DEFAULT_COST
+from tdp_megatron.schedule.stream import join_waves
+from tdp_megatron.types import ParallelLayout, SampleBlock
+
+__all__ = ["StreamPack"]
+
+
+class StreamPack(Node[GlobalBatch]):
+    """Keeps a window of samples and takes from it, wave by wave, those that keep all ranks busy.
+
+    It stands where ``Pack`` stands, before ``Reroute``, for data that no global batch cuts: how many samples a step
+    has depends on their lengths. Long samples wait for others of their kind, at most ``max_age`` samples long, so
+    samples move between optimiser steps, which training must accept. Waves depend on the layout. A restart on the same
+    layout goes on with the same waves; on another one every sample still comes exactly once, in other waves.
+
+    Args:
+        source: samples, in the same order on every rank.
+        layout: DP, CP, and the cap on tokens per rank.
+        window: samples to choose from.
+        max_age: samples after which one must go out; 0 means 8 windows.
+        waves_per_batch: waves of one ``GlobalBatch``, that is microbatches of every rank in one step.
+        max_sequences: most sequences in one microbatch, 0 for no limit.
+        cost: cost model; None for the default.
+        token_keys: user keys that have one entry per token and are packed like ``tokens``.
+        drop_last: whether a last ``GlobalBatch`` of fewer waves is left out.
+
+    Raises:
+        ValueError, TypeError: a bad argument.
+        ScheduleError: at a step, a sample that fits no rank; the message names its place in the data.
+    """
+
+    BUFFER_KEY = "buffer"
+
+    def __init__(
+        self,
+        source: BaseNode[Any],
+        layout: ParallelLayout,
+        *,
+        window: int,
+        max_age: int = 0,
+        waves_per_batch: int = 1,
+        max_sequences: int = 0,
+        cost: CostModel | None = None,
+        token_keys: Sequence[str] = (),
+        drop_last: bool = False,
+    ) -> None:
+        super().__init__()
+        require_node(source)
+        if isinstance(waves_per_batch, bool) or not isinstance(waves_per_batch, int):
+            raise TypeError(f"waves_per_batch must be an int, got {waves_per_batch!r}")
+        if waves_per_batch < 1:
+            raise ValueError(f"waves_per_batch must be at least 1, got {waves_per_batch}")
+        self.source = source
+        self.layout = layout
+        self.window = window
+        self.max_age = max_age
+        self.waves_per_batch = waves_per_batch
+        self.max_sequences = max_sequences
+        self.cost = DEFAULT_COST if cost is None else cost
+        self.token_keys = tuple(token_keys)
+        self.drop_last = drop_last
+        self._scheduler = self._new_scheduler()  # wrong arguments show here, not at the first step
+
+    def _new_scheduler(self) -> StreamScheduler:
+        return StreamScheduler(
+            self.layout, self.cost, window=self.window, max_age=self.max_age, max_sequences=self.max_sequences
+        )
+
+    def fingerprint(self) -> dict[str, Any]:
+        return {"window": self.window, "max_age": self.max_age, "waves_per_batch": self.waves_per_batch}
+
+    _source_state_keys = ("source", BUFFER_KEY)
+
+    def _source_state(self) -> dict[str, Any]:
+        scheduler = self._scheduler.state_dict()
+        first, source = self._snapshots[0]
+        return {
+            self.SOURCE_KEY: source,
+            self.BUFFER_KEY: {"first": first, "numbers": scheduler["numbers"], "arrived": scheduler["arrived"]},
+        }
+
+    def _restart(self, position: int, state: Mapping[str, Any] | None) -> None:
+        self._scheduler = self._new_scheduler()
+        self._ended = False
+        self._pending = SampleBlock.concatenate([])
+        self.source.reset(None if state is None else state[self.SOURCE_KEY])
+        # Where the source stood before a sample that still waits: a restart reads on from there.
+        self._snapshots: deque[tuple[int, Any]] = deque()
+        if state is None:
+            self._snapshots.append((0, self.source.state_dict()))
+            return
+        buffer = state.get(self.BUFFER_KEY)
+        if not isinstance(buffer, Mapping) or not {"first", "arrived", "numbers"} <= buffer.keys():
+            raise StateMismatchError(
+                f"StreamPack: the saved state has no buffer with its numbers; it has {sorted(state)}"
+            )
+        first, arrived, numbers = int(buffer["first"]), int(buffer["arrived"]), np.array(buffer["numbers"], dtype=int)
+        if first < 0 or np.any(np.diff([first - 1, *numbers, arrived]) <= 0):
+            raise StateMismatchError(
+                f"StreamPack: the numbers of the saved buffer do not rise from {first} to below {arrived}"
+            )
+        self._snapshots.append((first, state[self.SOURCE_KEY]))
+        block = self._draw(arrived - first, first)
+        if len(block) < arrived - first:
+            raise StateMismatchError(
+                f"StreamPack: {arrived} samples had been drawn when the state was saved, the data ends after "
+                f"{first + len(block)}"
+            )
+        self._pending = block.select(numbers - first).without_idle_readers()
+        self._scheduler.load_state_dict(
+            {**self._scheduler.state_dict(), "seqlens": self._pending.seqlens, "numbers": numbers, "arrived": arrived}
+        )
+
+    def _draw(self, n: int, number: int) -> SampleBlock:
+        with self.stats.waiting():
+            block = draw_block(self.source, n, 0, number)
+            declare_token_keys(block, self.token_keys)
+        return block
+
+    def _fill(self) -> None:
+        """Draw until the window is full or the data ends."""
+        wanted = self.window - len(self._scheduler)
+        if self._ended or not wanted:
+            return
+        arrived = self._scheduler.num_arrived
+        if self._snapshots[-1][0] < arrived:
+            self._snapshots.append((arrived, self.source.state_dict()))
+        block = self._draw(wanted, arrived)
+        self._ended = len(block) < wanted
+        for i, seqlen in enumerate(block.seqlens.tolist()):
+            try:
+                self._scheduler.put(seqlen)
+            except ScheduleError as error:
+                dataset, sample = block.refs[i].tolist()
+                raise ScheduleError(f"sample {sample} of dataset {dataset}: {error}") from error
+        self._pending = SampleBlock.concatenate([self._pending, block])
+
+    def _waves(self) -> tuple[list[StreamWave], SampleBlock]:
+        """The waves of the next global batch and their samples, wave by wave; no wave at the end."""
+        waves: list[StreamWave] = []
+        blocks: list[SampleBlock] = []
+        while len(waves) < self.waves_per_batch:
+            self._fill()
+            numbers = self._scheduler.numbers
+            wave = self._scheduler.take()
+            if wave is None:
+                break
+            chosen = np.isin(numbers, wave.sample_numbers)
+            blocks.append(self._pending.select(np.flatnonzero(chosen)))
+            self._pending = self._pending.select(np.flatnonzero(~chosen)).without_idle_readers()
+            waves.append(wave)
+        oldest = min([*self._scheduler.numbers.tolist()[:1], self._scheduler.num_arrived])
+        while len(self._snapshots) > 1 and self._snapshots[1][0] <= oldest:
+            self._snapshots.popleft()
+        return waves, SampleBlock.concatenate(blocks)
+
+    def _next(self) -> GlobalBatch:
+        waves, block = self._waves()
+        if not waves or (self.drop_last and len(waves) < self.waves_per_batch):
+            raise StopIteration
+        with self.stats.working():
+            plan = waves[0].plan if len(waves) == 1 else join_waves(waves, self.layout, self.cost)
+        batch = GlobalBatch(
+            index=self._position,
+            plan=plan,
+            seqlens=block.seqlens,
+            num_loss_tokens=block.num_loss_tokens,
+            refs=block.refs,
+            block=block,
+        )
+        self._position += 1
+        self.stats.observe("imbalance", imbalance(plan, self.cost))
+        self.stats.items += 1
+        self.stats.tokens += int(block.seqlens.sum())
+        return batch
+
+    def skip_to(self, step: int) -> None:
+        """Go on with global batch ``step``: the waves before it are planned, nothing is read.
+
+        Raises:
+            ValueError: it lies behind the present position, or beyond the end of the data.
+        """
+        if not self._is_open:
+            self.reset(None)
+        if step < self._position:
+            raise ValueError(f"StreamPack: cannot go back from global batch {self._position} to {step}; reset first")
+        while self._position < step:
+            waves, _ = self._waves()
+            if len(waves) < self.waves_per_batch and (self.drop_last or not waves):
+                raise ValueError(f"StreamPack: global batch {step} is beyond the end; there are {self._position}")
+            self._position += 1
