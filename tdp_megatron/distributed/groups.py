@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from tdp_megatron.distributed.host_group import HostGroup, new_ordered_group
+from tdp_megatron.distributed.host_group import HostGroup
+from tdp_megatron.distributed.ordered_group import new_ordered_group
 from tdp_megatron.types import ParallelLayout
 
 __all__ = ["DpCpGroups"]

@@ -5,28 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
 
 import torch.distributed as dist
 
+from tdp_megatron.distributed.ordered_group import new_ordered_group
 from tdp_megatron.distributed.progress import Progress
 from tdp_megatron.errors import ExchangeError
 
-__all__ = ["HostGroup", "new_ordered_group"]
-
-
-def new_ordered_group(ranks: Sequence[int], **options: Any) -> dist.ProcessGroup:
-    """A process group whose i-th rank is ``ranks[i]``; only its members call this.
-
-    Args:
-        ranks: torch.distributed ranks in any order.
-        **options: of ``torch.distributed.new_group``.
-    """
-    if list(ranks) != sorted(ranks):
-        options["sort_ranks"] = False  # torch sorts by default, which would renumber the members
-    group = dist.new_group(list(ranks), use_local_synchronization=True, **options)
-    assert isinstance(group, dist.ProcessGroup)
-    return group
+__all__ = ["HostGroup"]
 
 
 class HostGroup:

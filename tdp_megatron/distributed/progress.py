@@ -5,10 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from tdp_megatron.distributed.restarts import attempt_name
+from tdp_megatron.distributed.ordered_group import default_store
 
 __all__ = ["Progress"]
 
@@ -29,10 +28,9 @@ class Progress:
     def __init__(self, ranks: Sequence[int], rank: int, name: str) -> None:
         self._count = len(ranks)
         self._rank = rank
-        # The store of init_process_group has no public name; without it errors only lose the rank's number.
-        get_store = getattr(dist.distributed_c10d, "_get_default_store", None)
-        store = None if get_store is None else get_store()
-        self._store = None if store is None else PrefixStore(f"tdp_megatron/{attempt_name()}/{name}", store)
+        # Without a store errors only lose the rank's number.
+        store = default_store()
+        self._store = None if store is None else PrefixStore(name, store)
         self._told = 0
         """Causes told and not yet taken back."""
 

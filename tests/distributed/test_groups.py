@@ -90,3 +90,22 @@ def test_a_mesh_without_context_parallelism_and_meshes_that_do_not_fit() -> None
         assert "needs 'dp' and 'cp'" in messages[0]
         assert "dp x cp = 2 x 1, the layout 3 x 1" in messages[1]
         assert "needs 'data'" in messages[2]
+
+
+def test_members_may_belong_to_different_numbers_of_other_groups() -> None:
+    """torch names a group after how many others a process has; the stages of a pipeline have different numbers."""
+
+    def body(rank: int, world: int) -> list[int]:
+        others = [dist.new_group([rank], use_local_synchronization=True) for _ in range(3 * rank)]
+        groups = DpCpGroups.create(ParallelLayout(2, 2, 64, cp_sizes=(1, 2, 4)), timeout_s=10)
+        again = DpCpGroups.create(ParallelLayout(2, 2, 64), timeout_s=10)
+        sums = []
+        for group in (groups.data.group, groups.cp_group(rank // 2 * 2, 2), groups.cp_group(0, 4), again.data.group):
+            total = torch.tensor(rank)
+            dist.all_reduce(total, group=group)
+            sums.append(int(total))
+        assert len(others) == 3 * rank
+        return sums
+
+    pair = {0: 1, 1: 5}
+    assert run_ranks(body, 4, timeout_s=40) == [[6, pair[rank // 2], 6, 6] for rank in range(4)]

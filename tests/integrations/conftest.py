@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 from tdp_megatron.testing import write_corpus
 
@@ -50,3 +53,34 @@ def prefix(tmp_path_factory: pytest.TempPathFactory) -> str:
     rng = np.random.default_rng(7)
     path = tmp_path_factory.mktemp("documents") / "d"
     return write_corpus(path, [np.minimum(rng.geometric(0.1, n), 255) for n in rng.integers(1, 60, 200)])
+
+
+class PackedAttention(torch.nn.Module):
+    """Causal attention inside each packed sequence; megatron-core's own, without Transformer Engine, refuses packs."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        super().__init__()
+
+    def forward(
+        self, query: Any, key: Any, value: Any, attention_mask: Any, *_: Any, packed_seq_params: Any, **__: Any
+    ) -> torch.Tensor:
+        lengths = [b - a for a, b in itertools.pairwise(packed_seq_params.cu_seqlens_q_padded.tolist())]
+        parts = zip(*(tensor.split(lengths) for tensor in (query, key, value)), strict=True)
+        outputs = [
+            scaled_dot_product_attention(*(p.transpose(0, 1) for p in part), is_causal=True).transpose(0, 1)
+            for part in parts
+        ]
+        return torch.cat(outputs).flatten(1)
+
+
+@pytest.fixture(scope="session")
+def packed_attention() -> type:
+    """An attention for megatron-core's layers that takes packs on a CPU."""
+    return PackedAttention
+
+
+@pytest.fixture
+def no_compile() -> Iterator[None]:
+    """megatron-core compiles small functions, which takes longer than a test."""
+    with torch._dynamo.config.patch(disable=True):
+        yield
