@@ -110,7 +110,9 @@ class AttentionContext:
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attention of this rank's queries to the pack's keys, all [heads, T, channels]."""
         if self.cp_group is not None:
-            gathered = _GatherKeysValues.apply(torch.stack([key, value]), self.cp_group)
+            gathered: Tensor = _GatherKeysValues.apply(  # type: ignore[no-untyped-call]
+                torch.stack([key, value]), self.cp_group
+            )
             key, value = gathered.permute(1, 2, 0, 3, 4).flatten(2, 3)
         attended: Tensor = F.scaled_dot_product_attention(query, key, value, attn_mask=self.mask)
         return attended
@@ -134,7 +136,8 @@ class _Block(nn.Module):
         query, key, value = qkv.permute(1, 2, 0, 3)
         attended = context.attend(context.rotate(query), context.rotate(key), value)
         x = x + self.attention_out(attended.transpose(0, 1).reshape(num_tokens, hidden))
-        return x + self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x))))
+        out: Tensor = x + self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x))))
+        return out
 
 
 class GPT(nn.Module):

@@ -14,6 +14,7 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from tdp_megatron.distributed import restart_store
 from tdp_megatron.errors import TdpError
@@ -40,7 +41,7 @@ class Runtime:
     """Ranks."""
     device: torch.device
     """Where this rank computes."""
-    store: dist.Store
+    store: Store
     """Key-value store that all ranks reach, even when collectives no longer work."""
 
     def gather(self, values: list[float]) -> torch.Tensor:
@@ -114,20 +115,20 @@ def start_runtime(device: str, timeout_s: float) -> Runtime:
         own_device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(own_device)
     timeout = timedelta(seconds=timeout_s)
-    store: dist.Store
+    store: Store
     if "RANK" in os.environ:
         store = restart_store(timeout_s)
     else:
-        store = dist.HashStore()
+        store = dist.HashStore()  # type: ignore[attr-defined]
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if use_cuda else "gloo",
-        store=dist.PrefixStore("default", store),
+        store=PrefixStore("default", store),
         rank=rank,
         world_size=world_size,
         timeout=timeout,
         device_id=own_device if use_cuda else None,
     )
-    return Runtime(rank=rank, world_size=world_size, device=own_device, store=dist.PrefixStore("train", store))
+    return Runtime(rank=rank, world_size=world_size, device=own_device, store=PrefixStore("train", store))
 
 
 class StopSignal:

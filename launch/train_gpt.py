@@ -204,7 +204,7 @@ def _set_up(options: TrainOptions, runtime: Runtime) -> tuple[_Trainer, Iterator
                 f"{path} was saved with --reroute {checkpoint.reroute}, this run has --reroute {sized.reroute}; "
                 f"go on with --reroute {checkpoint.reroute}"
             )
-        loader = Loader(training_steps(sized, groups))
+        loader: Loader[Step] = Loader(training_steps(sized, groups))
         return sized, GPT(config).to(runtime.device), loader, checkpoint
 
     options, model, loader, checkpoint = runtime.together("setup", alone)

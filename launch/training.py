@@ -73,7 +73,7 @@ def train_step(
         last = number == step.num_microbatches
         with contextlib.nullcontext() if last else model.no_sync():
             loss = _loss(model, batch, device)
-            (loss * scale).backward()
+            torch.autograd.backward(loss * scale)
         loss_sum += loss.detach()
     norm = nn.utils.clip_grad_norm_(model.parameters(), clip_grad or math.inf)
     optimizer.step()
@@ -113,5 +113,5 @@ def warm_up(model: DistributedDataParallel, device: torch.device) -> None:
         refs=(),
     )
     for _ in range(2):
-        _loss(model, pack, device).backward()
+        torch.autograd.backward(_loss(model, pack, device))
     model.zero_grad(set_to_none=True)
