@@ -132,14 +132,29 @@ SHAPES = [
 ]
 
 
-def check_shape(world: int, shape: tuple[int, int, int], *, steps: int = 2, from_mesh: bool = False) -> None:
+def megatrons_groups(grid: Grid) -> Any:
+    """What megatron-core makes; its first and last pipeline stages belong to more groups than the others."""
+    from megatron.core import parallel_state
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=grid.tp, pipeline_model_parallel_size=grid.pp, context_parallel_size=grid.cp
+    )
+    return ProcessGroupCollection.use_mpu_process_groups()
+
+
+def check_shape(world: int, shape: tuple[int, int, int], *, steps: int = 2, groups_from: str = "lists") -> None:
     grid = Grid(world, *shape)
 
     def body(rank: int, world: int) -> list[Any]:
         tp, pp, dp, cp = grid.place(rank)
-        groups: Any = grid.collection(rank)
-        if from_mesh:
+        groups: Any
+        if groups_from == "megatron":
+            groups = megatrons_groups(grid)
+        elif groups_from == "mesh":
             groups = DeviceMesh("cpu", torch.from_numpy(grid.ranks), mesh_dim_names=("pp", "dp", "cp", "tp"))
+        else:
+            groups = grid.collection(rank)
         reads = tp == 0 and pp in (0, grid.pp - 1)
         iterator = iter(items_of(dp, grid, steps)) if reads else None
         seen: list[Any] = []
@@ -191,14 +206,21 @@ def test_packs_on_eight_ranks(shape: tuple[int, int, int]) -> None:
     check_shape(8, shape)
 
 
-@pytest.mark.parametrize("shape", [(2, 2, 2), (1, 4, 1)], ids=lambda s: f"tp{s[0]}pp{s[1]}cp{s[2]}")
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"tp{s[0]}pp{s[1]}cp{s[2]}")
 def test_packs_on_sixteen_ranks(shape: tuple[int, int, int]) -> None:
     check_shape(16, shape, steps=1)
 
 
 @pytest.mark.parametrize("shape", [(2, 1, 2), (2, 2, 2)], ids=lambda s: f"tp{s[0]}pp{s[1]}cp{s[2]}")
 def test_packs_from_a_device_mesh(shape: tuple[int, int, int]) -> None:
-    check_shape(8, shape, from_mesh=True)
+    check_shape(8, shape, groups_from="mesh")
+
+
+@pytest.mark.filterwarnings("ignore")  # megatron-core warns of what is not installed
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"tp{s[0]}pp{s[1]}cp{s[2]}")
+def test_packs_over_megatrons_own_groups(shape: tuple[int, int, int]) -> None:
+    pytest.importorskip("megatron.core", reason="megatron-core is not installed", exc_type=ImportError)
+    check_shape(8, shape, groups_from="megatron")
 
 
 class Stateful:
