@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,7 @@ __all__ = [
     "Int64Array",
     "PackedBatch",
     "ParallelLayout",
+    "RawTokenReader",
     "Sample",
     "SampleBlock",
     "SampleReader",
@@ -155,6 +156,36 @@ class SampleReader(Protocol):
 
     def sample_values(self, sample_id: int) -> Mapping[str, Any]:
         """The keys that are not per token (user keys); empty for token files."""
+        ...
+
+
+@runtime_checkable
+class RawTokenReader(SampleReader, Protocol):
+    """A reader that also gives the tokens as they lie in the file."""
+
+    @property
+    def raw_dtype(self) -> np.dtype[Any] | None:
+        """Dtype of the file; None where labels, loss mask and positions depend on more than the place of a token."""
+        ...
+
+    def read_raw(
+        self,
+        sample_ids: Int64Array,
+        starts: Int64Array,
+        lengths: Int64Array,
+        destinations: Int64Array,
+        out: npt.NDArray[Any],
+    ) -> Int64Array:
+        """Write the tokens of span i to ``out[destinations[i] : ...]``; see ``read_spans``.
+
+        Args:
+            sample_ids, starts, lengths, destinations: int64 [n]; a span may reach over the end of its sample, to the
+                token that is its last label.
+            out: flat, of dtype ``raw_dtype``.
+
+        Returns:
+            int64 [n], tokens there are of each span.
+        """
         ...
 
 

@@ -53,6 +53,31 @@ class TokenFileReader:
     def sample_values(self, sample_id: int) -> Mapping[str, Any]:
         return _NO_VALUES
 
+    @property
+    def raw_dtype(self) -> np.dtype[Any] | None:
+        return self.dataset.dtype if self._eod_no_loss < 0 and self._eod_reset < 0 else None
+
+    def read_raw(
+        self,
+        sample_ids: Int64Array,
+        starts: Int64Array,
+        lengths: Int64Array,
+        destinations: Int64Array,
+        out: npt.NDArray[Any],
+    ) -> Int64Array:
+        offsets, counts, span_begin = self._pieces(sample_ids, starts, lengths)
+        before = np.append(0, np.cumsum(counts))
+        pieces = np.diff(span_begin)
+        within = before[:-1] - np.repeat(before[span_begin[:-1]], pieces)
+        item = self.dataset.dtype.itemsize
+        targets = (np.repeat(destinations, pieces) + within) * item
+        source = self.dataset.bin_bytes()
+        if source is None:
+            source = self.dataset.read_pieces(offsets, counts).view(np.uint8)
+            offsets = before[:-1] * item
+        _C.copy_spans(source, offsets, out.view(np.uint8), targets, counts * item)
+        return np.diff(before[span_begin])
+
     def _read_mapped(self, source: npt.NDArray[np.uint8], *spans_and_outputs: Any) -> None:
         """Read spans from a mapped file: the native call that does it all."""
         raise NotImplementedError

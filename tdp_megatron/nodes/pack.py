@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from torchdata.nodes import BaseNode
 
 from tdp_megatron.distributed import Exchange, GlobalSamples
 from tdp_megatron.errors import ScheduleError
 from tdp_megatron.nodes.base import Node, draw_block, require_node, skip_samples
-from tdp_megatron.ops import allocate_pack, build_pack_table, packed_batches
+from tdp_megatron.ops import allocate_pack, build_pack_table, pack_raw_tokens, packed_batches
 from tdp_megatron.samples import FlatSamples, MappingReader, read_block, read_spans_by_reader, token_key_specs
 from tdp_megatron.schedule import CostModel, Plan, imbalance, schedule, validate
 from tdp_megatron.schedule.api import DEFAULT_COST
@@ -46,7 +47,12 @@ class GlobalBatch:
     """With an exchange: what this rank has read."""
 
     def pack(
-        self, rank: int, *, pad_id: int = 0, cp_group: Any = lambda first_rank, cp_size: None
+        self,
+        rank: int,
+        *,
+        pad_id: int = 0,
+        cp_group: Any = lambda first_rank, cp_size: None,
+        device: torch.device | str | None = None,
     ) -> tuple[PackedBatch, ...]:
         """The microbatches of one rank: read (or exchange) just the tokens it trains on, and pack them.
 
@@ -54,7 +60,18 @@ class GlobalBatch:
             rank: DP x CP rank; with an exchange it must be this process's.
             pad_id: token id at pads.
             cp_group: process group of a block (first_rank, cp_size).
+            device: where the packs are wanted; None for host memory. On a GPU the packs of token files are made there,
+                by one kernel; others are copied there.
         """
+        where = torch.device("cpu" if device is None else device)
+        if where.type != "cpu":
+            if self.block is not None:
+                table = build_pack_table(self.plan, rank)
+                packed = pack_raw_tokens(self.plan, table, self.block, pad_id=pad_id, cp_group=cp_group, device=where)
+                if packed is not None:
+                    return packed
+            batches = self.pack(rank, pad_id=pad_id, cp_group=cp_group)
+            return tuple(batch.to(where, non_blocking=True) for batch in batches)
         if self.block is None:
             if self.exchange is None or self.samples is None or self.local is None:
                 raise ValueError("a global batch without a block needs an exchange and its samples")

@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
+import torch
 from torchdata.nodes import BaseNode
 
 from tdp_megatron.distributed import DpCpGroups, HostGroup, require_equal, sum_int64
@@ -32,6 +33,8 @@ class Reroute(Node[Step]):
         groups: process groups; needed with more than one rank where batches must carry their CP group, where the
             loss tokens depend on content, and for ``agree_every``.
         pad_id: token id at pads.
+        device: where the packs are wanted, such as "cuda"; None leaves them in host memory. Behind ``Prefetch``, name
+            the device with its number: the thread that reads ahead works on the default stream of that device.
         agree_every: every this many steps, compare what all ranks must have alike: the plan, the samples, and with
             shards the configuration of the order they deal out; 0 for never.
 
@@ -47,6 +50,7 @@ class Reroute(Node[Step]):
         rank: int | None = None,
         groups: DpCpGroups | None = None,
         pad_id: int = 0,
+        device: torch.device | str | None = None,
         agree_every: int = 0,
     ) -> None:
         super().__init__()
@@ -63,6 +67,7 @@ class Reroute(Node[Step]):
         self.rank = rank
         self.groups = groups
         self.pad_id = pad_id
+        self.device = None if device is None else torch.device(device)
         self.agree_every = agree_every
 
     def fingerprint(self) -> dict[str, Any]:
@@ -84,10 +89,11 @@ class Reroute(Node[Step]):
             with self.stats.working():
                 step = self._step(batch)
         self._position = step.index + 1
-        held = sum(b.num_tokens for b in step.batches)
         self.stats.items += 1
-        self.stats.tokens += held
-        self.stats.observe("padding", sum(int(b.padding_mask.count_nonzero()) for b in step.batches) / held)
+        self.stats.tokens += sum(b.num_tokens for b in step.batches)
+        # From the plan, of all ranks: counting pads in the batches would wait for the device they are on.
+        held = int(step.plan.op_tokens_per_rank @ step.plan.op_cp_size)
+        self.stats.observe("padding", 1.0 - step.seqlen_sum / held if held else 0.0)
         return step
 
     def skip_to(self, step: int) -> None:
@@ -110,9 +116,9 @@ class Reroute(Node[Step]):
             host = _begun(self.groups.data, batch)
             require_equal(host, self._digest(batch), f"the plan or the order of the samples of step {batch.index}")
         if self.groups is None:
-            batches = batch.pack(self.rank, pad_id=self.pad_id)
+            batches = batch.pack(self.rank, pad_id=self.pad_id, device=self.device)
         else:
-            batches = batch.pack(self.rank, pad_id=self.pad_id, cp_group=self.groups.cp_group)
+            batches = batch.pack(self.rank, pad_id=self.pad_id, device=self.device, cp_group=self.groups.cp_group)
         datasets, counts = np.unique(batch.refs[:, 0], return_counts=True)
         return Step(
             index=batch.index,

@@ -9,6 +9,7 @@ from tdp_megatron.ops.metadata import LossSpans, PackMetadata
 from tdp_megatron.ops.pack_table import PackTable, RankSpans, build_pack_table, build_rank_spans
 from tdp_megatron.ops.pads import DEFAULT_PADS, MEGATRON_PADS, PadRules
 from tdp_megatron.ops.partition import cp_partition_indices
+from tdp_megatron.ops.raw_tokens import pack_raw_tokens
 from tdp_megatron.ops.scatter_back import scatter_back
 from tdp_megatron.ops.views import PackedSeqParams
 
@@ -30,6 +31,7 @@ __all__ = [
     "cp_partition_indices",
     "gather_pack",
     "pack",
+    "pack_raw_tokens",
     "packed_batches",
     "scatter_back",
 ]

@@ -95,6 +95,7 @@ class PackMetadata:
         sources: Int64Array,
         *,
         extra_token: bool = False,
+        targets: Int64Array | None = None,
         loss_spans: LossSpans | None = None,
         row_capacity: int = 0,
         edge_capacity: int = 0,
@@ -108,6 +109,8 @@ class PackMetadata:
             sources: int64 [n], where the first token of each span lies in the source; of spans without real tokens
                 it does not matter.
             extra_token: every sample has one token more than its length, the label of its last position.
+            targets: int64 [n], tokens of each span that have a label in the source, where samples differ in that;
+                None for what ``extra_token`` says.
             loss_spans: learned tokens of all samples of the global batch; None for all that have a label.
             row_capacity: columns of ``rows``; more than needed keeps shapes the same from step to step, as CUDA graphs
                 want it. 0 for what is needed.
@@ -149,7 +152,7 @@ class PackMetadata:
         rows[SOURCE, :n] = np.where(real, sources, 0)
         rows[LENGTH, :n] = table.lengths
         rows[START, :n] = table.starts
-        rows[TARGETS, :n] = np.clip(known - table.starts, 0, table.lengths)
+        rows[TARGETS, :n] = np.clip(known - table.starts if targets is None else targets, 0, table.lengths)
         rows[ENTRY, :n] = table.entries
         if loss_spans is not None:
             ids = table.sample_ids[real]

@@ -16,8 +16,10 @@ import numpy as np
 import pytest
 import torch
 
+from tdp_megatron.nodes import DocumentSample, IndexedRead, Pack, Reroute
 from tdp_megatron.ops import LossSpans, PackMetadata, build_pack_table, cp_partition_indices, gather_pack, pack
 from tdp_megatron.schedule import Plan, PlanOp
+from tdp_megatron.testing import write_corpus
 from tdp_megatron.types import PackedBatch, ParallelLayout
 
 pytestmark = [
@@ -192,3 +194,27 @@ def test_compiled_flex_attention() -> None:
     heads_first = [x.transpose(0, 1)[None] for x in qkv]
     out = torch.compile(flex_attention)(*heads_first, block_mask=batch.to_flex_attention())
     torch.testing.assert_close(out[0].transpose(0, 1).float(), expected, rtol=2e-2, atol=2e-2)
+
+
+def test_reroute_packs_on_the_gpu_what_the_host_packs(tmp_path: Path) -> None:
+    rng = np.random.default_rng(3)
+    prefix = write_corpus(tmp_path / "d", [rng.integers(0, 999, n) for n in rng.integers(1, 300, 200)])
+
+    def steps(device: str | None) -> list[Any]:
+        layout = ParallelLayout(2, 2, 1024, cp_sizes=(1, 2, 4))
+        source = DocumentSample(IndexedRead(prefix), max_seqlen=200, num_epochs=None)
+        node = Reroute(Pack(source, layout, global_batch_size=40), rank=1, device=device)
+        node.reset(None)
+        next(node)  # compiles
+        if device is not None:
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            return [next(node) for _ in range(5)]
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    for found, wanted in zip(steps("cuda:0"), steps(None), strict=True):
+        for a, b in zip(found, wanted, strict=True):
+            for name in ("tokens", "labels", "loss_mask", "position_ids", "padding_mask", "document_id", "cu_seqlens"):
+                assert getattr(a, name).is_cuda
+                assert torch.equal(getattr(a, name).cpu(), getattr(b, name)), name
