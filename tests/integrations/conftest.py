@@ -5,13 +5,16 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
 
 from tdp_megatron.testing import write_corpus
 
@@ -84,3 +87,31 @@ def no_compile() -> Iterator[None]:
     """megatron-core compiles small functions, which takes longer than a test."""
     with torch._dynamo.config.patch(disable=True):
         yield
+
+
+class OnCpu(TorchFunctionMode):
+    """Tensors that megatron-core's schedules ask of a GPU are made on the CPU."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if "cuda" in str(kwargs.get("device", "")):
+            kwargs["device"] = "cpu"
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def cuda_is_the_cpu() -> Iterator[None]:
+    """Code that asks for the current GPU gets the CPU."""
+    with (
+        patch.object(torch.cuda, "current_device", lambda: "cpu"),
+        patch.object(torch.cuda, "synchronize", lambda *_: None),
+        patch.object(torch.Tensor, "cuda", lambda self, *_, **__: self),
+        OnCpu(),
+    ):
+        yield
+
+
+@pytest.fixture(scope="session")
+def on_cpu() -> Callable[[], AbstractContextManager[None]]:
+    """Makes a context in which megatron-core's CUDA code runs on the CPU."""
+    return cuda_is_the_cpu

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.overrides import TorchFunctionMode
 
 from tdp_megatron.loops import get_batch_on_this_rank_for_sequence_packing, wrap_data_iterator
 from tdp_megatron.testing import run_ranks
@@ -18,16 +17,6 @@ from tdp_megatron.testing import run_ranks
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.distributed]
 
 NUM_LAYERS, SEQLEN = 8, 64
-
-
-class OnCpu(TorchFunctionMode):
-    """Tensors that megatron-core's schedules ask of a GPU are made on the CPU."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if "cuda" in str(kwargs.get("device", "")):
-            kwargs["device"] = "cpu"
-        return func(*args, **kwargs)
 
 
 def fill(model: torch.nn.Module) -> None:
@@ -109,12 +98,10 @@ def forward_step(data_iterator: Any, model: Any) -> tuple[Any, Callable[[Any], A
 
 
 def body(
-    rank: int, world: int, prefix: str, make_loader: Callable[..., Any], attention: type, pp: int, vpp: int
+    rank: int, world: int, prefix: str, make_loader: Callable[..., Any], attention: type, on_cpu: Any, pp: int, vpp: int
 ) -> dict[str, Any]:
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
-    torch.cuda.synchronize = lambda *_: None  # type: ignore[assignment]
     chunks, config, groups = make_chunks(attention, pp, vpp)
     samples = None  # what stages in the middle give
     if dist.get_rank(groups.pp) in (0, pp - 1):
@@ -122,7 +109,7 @@ def body(
     losses = []
     for _ in range(2):
         packed, num_packs, _, _ = wrap_data_iterator(samples if vpp == 1 else [samples] * vpp, config, 16, groups)
-        with OnCpu():
+        with on_cpu():
             reports = get_forward_backward_func()(
                 forward_step_func=forward_step,
                 data_iterator=packed,
@@ -144,14 +131,15 @@ def test_pipelines_train_on_the_same_packs(
     vpp: int,
     run_page: Callable[[str], dict[str, Any]],
     packed_attention: type,
+    on_cpu: Any,
     prefix: str,
     no_compile: None,
 ) -> None:
     pytest.importorskip("megatron.core", reason="megatron-core is not installed", exc_type=ImportError)
     make_loader = run_page("megatron-loop.md")["make_loader"]
-    (alone,) = run_ranks(body, 1, prefix, make_loader, packed_attention, 1, 1)
+    (alone,) = run_ranks(body, 1, prefix, make_loader, packed_attention, on_cpu, 1, 1)
     assert len(alone["losses"][0]) > 1
-    stages = run_ranks(body, pp, prefix, make_loader, packed_attention, pp, vpp)
+    stages = run_ranks(body, pp, prefix, make_loader, packed_attention, on_cpu, pp, vpp)
     assert all(not any(stage["losses"]) for stage in stages[:-1])
     for step, expected in zip(stages[-1]["losses"], alone["losses"], strict=True):
         found, wanted = torch.tensor(step), torch.tensor(expected)
