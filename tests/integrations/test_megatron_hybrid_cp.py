@@ -89,7 +89,8 @@ def test_the_wrapper_gives_what_megatrons_gives(world: int, tp: int, cp: int, no
     assert sum(run_ranks(body, world)) > 100
 
 
-def test_megatrons_loop_trains_every_token_once(no_compile: None, on_cpu: Any) -> None:
+@pytest.mark.parametrize("algorithm", ["balanced_hybrid_cp", "default_dynamic_cp", "auto"])
+def test_megatrons_loop_trains_every_token_once(algorithm: str, no_compile: None, on_cpu: Any) -> None:
     pytest.importorskip("megatron.core", reason="megatron-core is not installed", exc_type=ImportError)
 
     def body(rank: int, world: int) -> list[float]:
@@ -108,7 +109,7 @@ def test_megatrons_loop_trains_every_token_once(no_compile: None, on_cpu: Any) -
         )
         config.data_timeout_s = 20.0
         data = iter([packed_item(rank, step) for step in range(2)])
-        wrapper = HybridCPDataLoaderWrapper(data, config, groups)
+        wrapper = HybridCPDataLoaderWrapper(data, config, groups, algorithm=algorithm)
         torch.manual_seed(0)
         model: Any = torch.nn.Embedding(99, 99)
         model.config, model.model_type = config, None
