@@ -8,6 +8,7 @@ void register_pack(pybind11::module_& m);
 void register_instant(pybind11::module_& m);
 void register_map(pybind11::module_& m);
 void register_random(pybind11::module_& m);
+void register_sync(pybind11::module_& m);
 void register_wire(pybind11::module_& m);
 void register_schedule(pybind11::module_& m);
 }  // namespace tdp
@@ -18,6 +19,7 @@ PYBIND11_MODULE(_C, m, pybind11::mod_gil_not_used()) {
     tdp::register_instant(m);
     tdp::register_map(m);
     tdp::register_random(m);
+    tdp::register_sync(m);
     tdp::register_gather(m);
     tdp::register_pack(m);
     tdp::register_wire(m);

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
@@ -13,11 +13,10 @@ import torch
 
 from tdp_megatron import _C
 from tdp_megatron.datasets.blend import check_weights, normalise_once
-from tdp_megatron.datasets.cache import Arrays, CacheKey, Provenance, load_existing, load_or_build
+from tdp_megatron.datasets.cache import Arrays, CacheKey, Provenance, load_existing, load_or_build, prepare
 from tdp_megatron.datasets.config import BlendedMegatronDatasetConfig
 from tdp_megatron.datasets.gpt import PREPARE_COMMAND
 from tdp_megatron.datasets.megatron_dataset import MegatronDataset, describe
-from tdp_megatron.errors import CacheError
 
 __all__ = ["BlendedDataset", "exhaustive_blend", "sized_blend"]
 
@@ -27,6 +26,8 @@ _INDEX_NAMES = ("dataset_index", "dataset_sample_index")
 
 #: Dataset numbers are int16 in the cache.
 _MOST_DATASETS = np.iinfo(np.int16).max
+
+_CHUNK = 1 << 20
 
 
 def sized_blend(weights: Sequence[float], size: int) -> tuple[npt.NDArray[np.int16], npt.NDArray[np.int64]]:
@@ -105,7 +106,7 @@ class BlendedDataset(torch.utils.data.Dataset[Any]):
         self.unique_description, self.unique_description_hash = describe(identifiers)
         self._indices: Arrays | None = None
         if not (config.fast_cache_load or config.defer_npy_index_mmap):
-            self._indices = self._load_or_build()
+            self._prepare()
 
     def _cache_key(self) -> CacheKey | None:
         if not self.config.path_to_cache:
@@ -113,24 +114,46 @@ class BlendedDataset(torch.utils.data.Dataset[Any]):
         base = f"{self.unique_description_hash}-{type(self).__name__}-{self.split.name}"
         return CacheKey(self.config.path_to_cache, base, self.unique_description, _INDEX_NAMES)
 
+    @property
+    def _provenance(self) -> Provenance:
+        return Provenance({}, facts=lambda arrays: {"draws": self._draws(arrays["dataset_index"])})
+
+    def _prepare(self) -> None:
+        """Build the indices where there are none; those in a cache are opened when they are used."""
+        key = self._cache_key()
+        if key is None:
+            self._indices = self._build()
+            draws = self._draws(self._indices["dataset_index"])
+        else:
+            known = prepare(key, self._provenance, self._build, self._shape_complaint, self._content_complaint)
+            found = known.facts.get("draws")
+            draws = found if _are_draws(found, len(self.datasets)) else self._draws(self.dataset_index)
+        self._check_draws(draws)
+
     def _load_or_build(self) -> Arrays:
         key = self._cache_key()
         if key is None:
             return self._build()
-        arrays = load_or_build(key, Provenance({}), self._build, self._shape_complaint, self._content_complaint)
-        self._check_draws(arrays["dataset_index"])
-        return arrays
+        if self.config.fast_cache_load or self.config.defer_npy_index_mmap:
+            return load_existing(key, self._provenance, self._shape_complaint, PREPARE_COMMAND)
+        return load_or_build(key, self._provenance, self._build, self._shape_complaint, self._content_complaint)
 
     def _build(self) -> Arrays:
         if self.size is None:
             datasets, samples = exhaustive_blend([int(weight) for weight in self.weights])
         else:
             datasets, samples = sized_blend(self.weights, self.size)
-        self._check_draws(datasets)
+        self._check_draws(self._draws(datasets))
         return {"dataset_index": datasets, "dataset_sample_index": samples}
 
-    def _check_draws(self, dataset_index: npt.NDArray[np.int16]) -> None:
-        draws = np.bincount(dataset_index, minlength=len(self.datasets)).tolist()
+    def _draws(self, dataset_index: npt.NDArray[np.int16]) -> list[int]:
+        """Samples taken from each dataset."""
+        draws = np.zeros(len(self.datasets), dtype=np.int64)
+        for first in range(0, len(dataset_index), _CHUNK):  # bincount makes 64-bit numbers of all it is given
+            draws += np.bincount(dataset_index[first : first + _CHUNK], minlength=len(draws))
+        return [int(n) for n in draws]
+
+    def _check_draws(self, draws: Sequence[int]) -> None:
         for dataset, drawn in zip(self.datasets, draws, strict=True):
             if drawn and drawn > len(dataset):
                 raise ValueError(
@@ -160,13 +183,7 @@ class BlendedDataset(torch.utils.data.Dataset[Any]):
     @property
     def _arrays(self) -> Arrays:
         if self._indices is None:
-            if self.config.fast_cache_load or self.config.defer_npy_index_mmap:
-                key = self._cache_key()
-                if key is None:
-                    raise CacheError("a fast start needs path_to_cache")
-                self._indices = load_existing(key, Provenance({}), self._shape_complaint, PREPARE_COMMAND)
-            else:
-                self._indices = self._load_or_build()
+            self._indices = self._load_or_build()
         return self._indices
 
     @property
@@ -200,6 +217,10 @@ class BlendedDataset(torch.utils.data.Dataset[Any]):
         dataset_id = self.dataset_index[place]
         sample = None if idx is None else int(self.dataset_sample_index[place])
         return {"dataset_id": dataset_id, **self.datasets[dataset_id][sample]}
+
+
+def _are_draws(found: Any, count: int) -> TypeGuard[list[int]]:
+    return isinstance(found, list) and len(found) == count and all(type(n) is int for n in found)
 
 
 def _check_datasets(datasets: Sequence[MegatronDataset]) -> None:

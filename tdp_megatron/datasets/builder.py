@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
+import gc
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from tdp_megatron.datasets.blend import normalise_once, sizes_per_dataset
 from tdp_megatron.datasets.blended import BlendedDataset
+from tdp_megatron.datasets.cache_writer import grouped_writes
 from tdp_megatron.datasets.config import BlendedMegatronDatasetConfig
 from tdp_megatron.datasets.megatron_dataset import MegatronDataset
 from tdp_megatron.datasets.splits import Split, bounds_of
@@ -22,6 +26,9 @@ logger = logging.getLogger(__name__)
 
 #: One dataset, several validation sets, or None where there is no such split or it is built on other ranks.
 Built = Any
+
+_Job = TypeVar("_Job")
+_Result = TypeVar("_Result")
 
 _Matrix = Sequence["tuple[float, float] | None"]
 
@@ -125,6 +132,10 @@ class BlendedMegatronDatasetBuilder:
     # -- one process -------------------------------------------------------------------------------------------
 
     def _build(self) -> list[Built]:
+        with collector_paused(), grouped_writes():
+            return self._build_all()
+
+    def _build_all(self) -> list[Built]:
         config = self.config
         if config.blend_per_split is not None and not config.mock:
             return [self._build_own_split(split) for split in Split]
@@ -173,8 +184,9 @@ class BlendedMegatronDatasetBuilder:
             wanted = [size if entry is not None else 0 for size, entry in zip(sizes, matrix, strict=True)]
             target = sizes_per_dataset(weights, wanted)
             to_build = sizes_per_dataset(weights, wanted, surplus=self.config.mid_level_dataset_surplus)
-        with ThreadPoolExecutor(max_workers=self.config.num_dataset_builder_threads) as threads:
-            per_prefix = list(threads.map(lambda prefix, n: self._build_splits(prefix, matrix, n), prefixes, to_build))
+        per_prefix = self._in_threads(
+            lambda job: self._build_splits(job[0], matrix, job[1]), list(zip(prefixes, to_build, strict=True))
+        )
         blended: list[Built] = [None] * len(Split)
         for split in Split:
             if matrix[split.value] is None:
@@ -192,6 +204,19 @@ class BlendedMegatronDatasetBuilder:
                 blended[split.value] = BlendedDataset(datasets, lengths, size, self.config)
         return blended
 
+    def _in_threads(self, build: Callable[[_Job], _Result], jobs: Sequence[_Job]) -> list[_Result]:
+        """``build`` of all jobs, in order."""
+        if self.config.num_dataset_builder_threads == 1:
+            return [build(job) for job in jobs]
+        with ThreadPoolExecutor(max_workers=self.config.num_dataset_builder_threads) as threads:
+            # Each with the caller's context, which has the writer of the caches.
+            futures = [threads.submit(contextvars.copy_context().run, build, job) for job in jobs]
+            try:
+                return [future.result() for future in futures]
+            except BaseException:
+                threads.shutdown(wait=False, cancel_futures=True)
+                raise
+
     def _build_splits(
         self, prefix: str | None, matrix: _Matrix, sizes: Sequence[int | None]
     ) -> list[MegatronDataset | None]:
@@ -207,6 +232,26 @@ class BlendedMegatronDatasetBuilder:
                 indices = range(*bounds_of(entry, self.cls.numel_low_level_dataset(low_level)))
             built.append(self.cls(low_level, prefix, indices, size, split, self.config))
         return built
+
+
+@contextlib.contextmanager
+def collector_paused() -> Iterator[None]:
+    """No cyclic garbage collection inside, and what is left at the end counts as old.
+
+    Thousands of new objects make Python look through all that it holds, torch's modules included, for garbage that is
+    not there; with a fast start that takes longer than the rest.
+    """
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        if not gc.get_freeze_count():  # else somebody has frozen objects that are to stay so
+            gc.freeze()
+            gc.unfreeze()
+        gc.enable()
 
 
 def _without_unused(prefixes: list[str], weights: list[float]) -> tuple[list[str], list[float]]:

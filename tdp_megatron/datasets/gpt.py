@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from tdp_megatron import _C
-from tdp_megatron.datasets.cache import Arrays, CacheKey, Provenance, load_existing, load_or_build
+from tdp_megatron.datasets.cache import Arrays, CacheKey, Provenance, load_existing, load_or_build, prepare
 from tdp_megatron.datasets.config import GPTDatasetConfig
 from tdp_megatron.datasets.gpt_cache import INDEX_NAMES, content_complaint, provenance_of, shape_complaint
 from tdp_megatron.datasets.gpt_indices import build_gpt_indices
@@ -77,15 +77,18 @@ class GPTDataset(MegatronDataset):
         )
         self._first_loss_mask: npt.NDArray[np.float32] | None = None
         self._indices: Arrays | None = None
+        self._num_known: int | None = None
         if not (config.fast_cache_load or config.defer_npy_index_mmap):
-            self._indices = self._load_or_build()
+            self._prepare()
 
     # -- the low-level dataset ---------------------------------------------------------------------------------
 
     @staticmethod
     def numel_low_level_dataset(low_level_dataset: Any) -> int:
         """Sequences: GPT splits cut between sequences, not documents."""
-        return len(low_level_dataset.sequence_lengths)
+        # The header says it: the lengths are not read before they are needed.
+        known = isinstance(low_level_dataset, IndexedDataset)
+        return len(low_level_dataset) if known else len(low_level_dataset.sequence_lengths)
 
     @staticmethod
     def build_low_level_dataset(dataset_path: str | None, config: GPTDatasetConfig) -> Any:
@@ -106,6 +109,7 @@ class GPTDataset(MegatronDataset):
             object_storage_config=storage,
             fast_cache_load=config.fast_cache_load,
             sequences_per_dataset=config.sequences_per_dataset,
+            header_only=True,
         )
 
     # -- indices -----------------------------------------------------------------------------------------------
@@ -145,11 +149,29 @@ class GPTDataset(MegatronDataset):
     def _provenance(self) -> Provenance:
         return provenance_of(self.dataset, extra_token=self._extra_token, drop_last=self._drop_last)
 
+    def _prepare(self) -> None:
+        """Build the indices where there are none; those in a cache are opened when they are used."""
+        key = self._cache_key()
+        if key is None:
+            self._indices = self._build()
+        else:
+            known = prepare(key, self._provenance(), self._build, shape_complaint, self._content_complaint)
+            self._num_known = known.shapes["shuffle_index"][0]
+
     def _load_or_build(self) -> Arrays:
         key = self._cache_key()
         if key is None:
             return self._build()
-        return load_or_build(key, self._provenance(), self._build, shape_complaint, self._content_complaint)
+        if self.config.fast_cache_load or self.config.defer_npy_index_mmap:
+            return load_existing(key, self._provenance(), shape_complaint, PREPARE_COMMAND)
+        arrays = load_or_build(key, self._provenance(), self._build, shape_complaint, self._content_complaint)
+        found = len(arrays["shuffle_index"])
+        if self._num_known not in (None, found):
+            raise CacheError(
+                f"{self.label}: had {self._num_known} samples at the start and has {found} now: the data was replaced "
+                "meanwhile; start again"
+            )
+        return arrays
 
     def _content_complaint(self, arrays: Arrays) -> str | None:
         return content_complaint(
@@ -165,13 +187,7 @@ class GPTDataset(MegatronDataset):
     @property
     def _arrays(self) -> Arrays:
         if self._indices is None:
-            if self.config.fast_cache_load or self.config.defer_npy_index_mmap:
-                key = self._cache_key()
-                if key is None:
-                    raise CacheError(f"{self.label}: a fast start needs path_to_cache")
-                self._indices = load_existing(key, self._provenance(), shape_complaint, PREPARE_COMMAND)
-            else:
-                self._indices = self._load_or_build()
+            self._indices = self._load_or_build()
         return self._indices
 
     @property
@@ -200,7 +216,7 @@ class GPTDataset(MegatronDataset):
     # -- samples -----------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
-        return len(self.shuffle_index)
+        return len(self.shuffle_index) if self._num_known is None else self._num_known
 
     @cached_property
     def _rules(self) -> SampleRules:

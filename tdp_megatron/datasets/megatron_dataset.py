@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import cached_property
 from json.encoder import encode_basestring_ascii
 from typing import Any
 
@@ -51,8 +53,10 @@ def _indented(entry: Any, expand: Callable[[Any], Any], margin: str = "\n") -> s
     kind = type(entry)
     if kind is str:
         return encode_basestring_ascii(entry)
-    if kind is int:
+    if kind is int or (kind is float and math.isfinite(entry)):
         return repr(entry)
+    if entry is None:
+        return "null"
     inner = margin + "    "
     if kind in (dict, OrderedDict) and entry and all(type(key) is str for key in entry):
         items = [f"{encode_basestring_ascii(key)}: {_indented(value, expand, inner)}" for key, value in entry.items()]
@@ -133,7 +137,20 @@ class MegatronDataset(ABC, torch.utils.data.Dataset[Any]):
         for name in self._key_config_attributes():
             identifiers[name] = getattr(config, name)
         self.unique_identifiers = identifiers
-        self.unique_description, self.unique_description_hash = describe(identifiers)
+
+    @cached_property
+    def _described(self) -> tuple[str, str]:
+        return describe(self.unique_identifiers)
+
+    @property
+    def unique_description(self) -> str:
+        """JSON of ``unique_identifiers``, the text of ``description.txt``."""
+        return self._described[0]
+
+    @property
+    def unique_description_hash(self) -> str:
+        """md5 of ``unique_description`` in hexadecimal."""
+        return self._described[1]
 
     @property
     def elements(self) -> npt.NDArray[np.int32] | range:

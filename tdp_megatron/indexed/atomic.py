@@ -10,7 +10,7 @@ import time
 import weakref
 from typing import IO
 
-__all__ = ["TemporaryOutput"]
+__all__ = ["TemporaryOutput", "temporary_names"]
 
 _BUFFER = 1 << 20
 _SUFFIX_LENGTH = len(".01234567.tmp")
@@ -68,7 +68,7 @@ def _discard(file: IO[bytes], path: str) -> None:
 
 def _remove_abandoned(path: str) -> None:
     folder, name = os.path.split(path)
-    for found in _temporary_names(folder or "."):
+    for found in temporary_names(folder or "."):
         if not (found.startswith(name + ".") and len(found) == len(name) + _SUFFIX_LENGTH):
             continue
         with contextlib.suppress(OSError):
@@ -81,7 +81,7 @@ def _remove_abandoned(path: str) -> None:
                 os.close(descriptor)
 
 
-def _temporary_names(folder: str) -> list[str]:
+def temporary_names(folder: str) -> list[str]:
     """Names of temporary files in a folder.
 
     A folder of thousands of caches is not listed for every file that is written into it: a list is used again for

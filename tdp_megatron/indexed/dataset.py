@@ -27,8 +27,9 @@ _FINGERPRINT_LENGTHS = 4096
 class IndexedDataset:
     """Random access to the sequences of ``path_prefix.bin`` through ``path_prefix.idx``.
 
-    Everything in the index is checked against both files when the dataset is opened. A dataset pickles as its
-    constructor arguments and keeps no file open by itself: maps and descriptors live in a bounded pool.
+    Everything in the index is checked against both files before it is used, by default when the dataset is opened. A
+    dataset pickles as its constructor arguments and keeps no file open by itself: maps and descriptors live in a
+    bounded pool.
 
     Args:
         path_prefix: path without ``.bin`` or ``.idx``, or the URL of two objects, ``s3://BUCKET/KEY`` or
@@ -41,6 +42,8 @@ class IndexedDataset:
         sequences_per_dataset: ``{path_prefix: (sequence_count, document_count)}`` with document_count = documents + 1,
             or the pair alone, as `tdp sequences` writes them; the index must agree.
         dtype_code: header code the index must have.
+        header_only: compare the header with the sizes of both files now, and check the arrays at their first use:
+            opening takes as long for a large index as for a small one.
 
     Raises:
         FileNotFoundError: one of the two files is missing.
@@ -57,12 +60,14 @@ class IndexedDataset:
         fast_cache_load: bool = False,
         sequences_per_dataset: SequencesPerDataset | None = None,
         dtype_code: int | None = None,
+        header_only: bool = False,
     ) -> None:
         self.path_prefix: str = os.fspath(path_prefix)
         self.multimodal = bool(multimodal)
         self.mmap = bool(mmap)
         self.object_storage_config = check_storage(self.path_prefix, self.mmap, object_storage_config)
         self._fast = bool(fast_cache_load)
+        self._header_only = bool(header_only)
         self._expected = Expectations.of(self.path_prefix, sequences_per_dataset, dtype_code)
         self._opened: OpenedPair | None = None
         if not self._fast:
@@ -73,7 +78,7 @@ class IndexedDataset:
         counts, code = expected.entry, expected.dtype_code
         return IndexedDataset, (
             *(self.path_prefix, self.multimodal, self.mmap, self.object_storage_config, self._fast),
-            *(counts, code),
+            *(counts, code, self._header_only),
         )
 
     def __repr__(self) -> str:
@@ -89,7 +94,12 @@ class IndexedDataset:
 
     def _open(self) -> OpenedPair:
         return open_pair(
-            self.path_prefix, self.multimodal, self.mmap, self.object_storage_config, check=self._expected.check
+            self.path_prefix,
+            self.multimodal,
+            self.mmap,
+            self.object_storage_config,
+            check=self._expected.check,
+            header_only=self._header_only,
         )
 
     @property

@@ -10,7 +10,7 @@ import numpy as np
 
 from tdp_megatron.errors import FormatError
 from tdp_megatron.indexed.dtypes import DType
-from tdp_megatron.indexed.layout import IndexArrays
+from tdp_megatron.indexed.header import Header
 from tdp_megatron.indexed.paths import get_bin_path, get_idx_path
 
 __all__ = ["Expectations", "SequencesPerDataset"]
@@ -90,20 +90,20 @@ class Expectations:
         dtype = self.dtype
         return None if self.bin_bytes is None or dtype is None else self.bin_bytes // dtype.itemsize
 
-    def check(self, path_prefix: str, arrays: IndexArrays, bin_bytes: int, idx_bytes: int) -> None:
+    def check(self, path_prefix: str, header: Header, bin_bytes: int, idx_bytes: int) -> None:
         """Compare with what was found.
 
         Raises:
             FormatError: something differs.
         """
         idx_path, bin_path = get_idx_path(path_prefix), get_bin_path(path_prefix)
-        code = DType.code_from_dtype(arrays.dtype)
-        if self.dtype_code is not None and code != self.dtype_code:
+        if self.dtype is not None and header.dtype != self.dtype:
+            code = DType.code_from_dtype(header.dtype)
             raise FormatError(
-                f"{idx_path}: byte 17: expected dtype code {self.dtype_code}, found {code} ({arrays.dtype.name})"
+                f"{idx_path}: byte 17: expected dtype code {self.dtype_code}, found {code} ({header.dtype.name})"
             )
         expected = (self.sequence_count, self.document_index_count)
-        found = (len(arrays.sequence_lengths), len(arrays.document_indices))
+        found = (header.sequence_count, header.document_index_count)
         if expected not in ((None, None), found):
             raise FormatError(
                 f"{idx_path}: byte 18: sequences_per_dataset says {expected} sequences and document indices, the "

@@ -12,7 +12,19 @@ import numpy.typing as npt
 from tdp_megatron.errors import FormatError
 from tdp_megatron.indexed.header import HEADER_SIZE, Header, parse_header
 
-__all__ = ["MAX_SEQUENCE_LENGTH", "IndexArrays", "iter_pointers", "read_layout"]
+__all__ = [
+    "HEAD_SIZE",
+    "MAX_SEQUENCE_LENGTH",
+    "IndexArrays",
+    "iter_pointers",
+    "last_sequence_at",
+    "read_header",
+    "read_layout",
+    "wrong_bin_size",
+]
+
+#: Bytes from the start of a file that say what it is.
+HEAD_SIZE = 64
 
 #: Lengths are stored as int32.
 MAX_SEQUENCE_LENGTH = 2**31 - 1
@@ -42,6 +54,11 @@ class IndexArrays:
     num_tokens: int
     """Sum of the lengths."""
 
+    @property
+    def header(self) -> Header:
+        """What the header says."""
+        return Header(self.dtype, len(self.sequence_lengths), len(self.document_indices))
+
 
 def iter_pointers(lengths: npt.NDArray[np.int32], itemsize: int, start: int = 0) -> Iterator[npt.NDArray[np.int64]]:
     """Byte pointers of consecutive sequences, in chunks: the exclusive prefix sum of length * itemsize.
@@ -60,6 +77,37 @@ def iter_pointers(lengths: npt.NDArray[np.int32], itemsize: int, start: int = 0)
         pointers[1:] = ends[:-1]
         start = int(ends[-1])
         yield pointers
+
+
+def read_header(path: str, head: bytes, size: int, multimodal: bool) -> Header:
+    """The header of an index, checked against the size of the file.
+
+    Args:
+        path: the index file, for messages.
+        head: its first ``HEAD_SIZE`` bytes.
+        size: bytes in it.
+        multimodal: whether an int8 mode per sequence follows the arrays; the header does not say.
+
+    Raises:
+        FormatError: a count, the dtype code or the size does not fit.
+    """
+    header = parse_header(path, head, size)
+    _check_size(path, size, header, multimodal)
+    return header
+
+
+def last_sequence_at(header: Header) -> tuple[int, int] | None:
+    """Where an index has the length and the pointer of its last sequence, byte offsets; None when there is none."""
+    n = header.sequence_count
+    return (HEADER_SIZE + 4 * (n - 1), HEADER_SIZE + 4 * n + 8 * (n - 1)) if n else None
+
+
+def wrong_bin_size(bin_path: str, found: int, needed: int, header: Header) -> FormatError:
+    """The error for a data file that is not as long as its index says, bytes."""
+    return FormatError(
+        f"{bin_path}: bin has {found} bytes, index needs {needed} ({header.sequence_count} sequences, "
+        f"{header.dtype.itemsize} bytes per token); the file is cut, or belongs to another index or dtype"
+    )
 
 
 def read_layout(
@@ -88,8 +136,7 @@ def read_layout(
         FormatError: any count, code, offset or length does not fit; the message has the byte offset, what was
             expected and what was found.
     """
-    header = parse_header(path, data[:64].tobytes(), len(data))
-    _check_size(path, len(data), header, multimodal)
+    header = read_header(path, data[:HEAD_SIZE].tobytes(), len(data), multimodal)
     n, m = header.sequence_count, header.document_index_count
     pointers_at = HEADER_SIZE + 4 * n
     documents_at = pointers_at + 8 * n
@@ -99,7 +146,7 @@ def read_layout(
     documents = data[documents_at:modes_at].view(np.int64)
     if not known:
         _check_documents(path, documents, documents_at, n)
-        _check_sequences(path, lengths, pointers, pointers_at, header.dtype.itemsize, bin_path, bin_size)
+        _check_sequences(path, lengths, pointers, pointers_at, header, bin_path, bin_size)
     modes = data[modes_at:].view(np.int8) if multimodal else None
     return IndexArrays(header.dtype, lengths, pointers, documents, modes, bin_size // header.dtype.itemsize)
 
@@ -147,10 +194,11 @@ def _check_sequences(
     lengths: npt.NDArray[np.int32],
     pointers: npt.NDArray[np.int64],
     pointers_at: int,
-    itemsize: int,
+    header: Header,
     bin_path: str,
     bin_size: int,
 ) -> None:
+    itemsize = header.dtype.itemsize
     start = 0
     for first in range(0, len(lengths), _CHUNK):
         part = lengths[first : first + _CHUNK].copy()
@@ -170,8 +218,4 @@ def _check_sequences(
         if start > bin_size:
             break
     if start != bin_size:
-        total = int(lengths.sum(dtype=np.int64)) * itemsize
-        raise FormatError(
-            f"{bin_path}: bin has {bin_size} bytes, index needs {total} ({len(lengths)} sequences, {itemsize} bytes "
-            f"per token); the file is cut, or belongs to another index or dtype"
-        )
+        raise wrong_bin_size(bin_path, bin_size, int(lengths.sum(dtype=np.int64)) * itemsize, header)

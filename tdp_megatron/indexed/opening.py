@@ -8,7 +8,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tdp_megatron.errors import FormatError
-from tdp_megatron.indexed.layout import IndexArrays, read_layout
+from tdp_megatron.indexed.header import Header
+from tdp_megatron.indexed.layout import (
+    HEAD_SIZE,
+    IndexArrays,
+    last_sequence_at,
+    read_header,
+    read_layout,
+    wrong_bin_size,
+)
 from tdp_megatron.indexed.object_storage import (
     ObjectStorageConfig,
     default_config,
@@ -25,7 +33,7 @@ __all__ = ["OpenedPair", "check_storage", "open_pair"]
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class OpenedPair:
     """What stays known of a pair of files while the pool may close them."""
 
@@ -36,14 +44,18 @@ class OpenedPair:
     multimodal: bool
     sequence_count: int
     num_tokens: int
+    checked: bool
+    """Whether the arrays have been looked at, not only the header."""
 
     def arrays(self) -> IndexArrays:
-        """The index, from the pool of open files."""
+        """The checked index, from the pool of open files."""
 
         def map_again() -> IndexArrays:
             bin_ = self.reader.identity
             data = open_map(self.idx_identity)
-            return read_layout(self.idx_name, data, bin_.path, bin_.size, self.multimodal, known=True)
+            arrays = read_layout(self.idx_name, data, bin_.path, bin_.size, self.multimodal, known=self.checked)
+            self.checked = True
+            return arrays
 
         arrays: IndexArrays = OPEN_FILES.get(("index", self.idx_identity, self.reader.identity), map_again)
         return arrays
@@ -71,7 +83,9 @@ def open_pair(
     multimodal: bool,
     mmap: bool,
     config: ObjectStorageConfig | None,
-    check: Callable[[str, IndexArrays, int, int], None],
+    check: Callable[[str, Header, int, int], None],
+    *,
+    header_only: bool = False,
 ) -> OpenedPair:
     """Open and check a pair.
 
@@ -80,23 +94,31 @@ def open_pair(
         multimodal: whether the index has a mode per sequence.
         mmap: whether the data file is mapped.
         config: set for objects.
-        check: is given the prefix, the arrays and the sizes of both files in bytes; raises for what is not wanted.
+        check: is given the prefix, the header and the sizes of both files in bytes; raises for what is not wanted.
+        header_only: check the sizes of the files against the header and the last sequence now, and the arrays when
+            they are first used; objects are checked whole.
 
     Raises:
         FileNotFoundError: one of the two is missing.
         FormatError: they are not what the index says.
     """
     idx_name, bin_name = get_idx_path(path_prefix), get_bin_path(path_prefix)
+    arrays = None
     if config is None:
-        idx_identity = _identify(path_prefix, idx_name)
-        bin_identity = _identify(path_prefix, bin_name)
-        reader: type[BinReader] = MMapBinReader if mmap else FileBinReader
-        data = open_map(idx_identity)
-        arrays = read_layout(idx_name, data, bin_name, bin_identity.size, multimodal)
+        if header_only:
+            idx_identity, header, needed = _read_ends(path_prefix, idx_name, multimodal)
+            bin_identity = _identify(path_prefix, bin_name)
+            if bin_identity.size != needed:
+                raise wrong_bin_size(bin_name, bin_identity.size, needed, header)
+        else:
+            idx_identity, bin_identity = _identify(path_prefix, idx_name), _identify(path_prefix, bin_name)
+            arrays = read_layout(idx_name, open_map(idx_identity), bin_name, bin_identity.size, multimodal)
+            header = arrays.header
         # A writer replaces first the data, then the index: the same index before and after means one pair.
         if _identify(path_prefix, idx_name) != idx_identity:
             raise FormatError(f"{idx_name}: was replaced while it was being opened; open the dataset again")
-        source = reader(bin_identity, arrays.dtype)
+        reader: type[BinReader] = MMapBinReader if mmap else FileBinReader
+        source = reader(bin_identity, header.dtype)
     else:
         from tdp_megatron.indexed.index_cache import local_index
         from tdp_megatron.indexed.object_reader import ObjectBinReader
@@ -104,10 +126,37 @@ def open_pair(
         bin_object = stat_object(bin_name)
         idx_identity = local_index(idx_name, config)
         arrays = read_layout(idx_name, open_map(idx_identity), bin_name, bin_object.size, multimodal)
-        source = ObjectBinReader(bin_object, arrays.dtype, config)
-    check(path_prefix, arrays, source.identity.size, idx_identity.size)
-    OPEN_FILES.get(("index", idx_identity, source.identity), lambda: arrays)
-    return OpenedPair(source, idx_identity, idx_name, multimodal, len(arrays.sequence_lengths), arrays.num_tokens)
+        header = arrays.header
+        source = ObjectBinReader(bin_object, header.dtype, config)
+    check(path_prefix, header, source.identity.size, idx_identity.size)
+    if arrays is not None:
+        OPEN_FILES.get(("index", idx_identity, source.identity), lambda: arrays)
+    num_tokens = source.identity.size // header.dtype.itemsize
+    return OpenedPair(
+        source, idx_identity, idx_name, multimodal, header.sequence_count, num_tokens, checked=arrays is not None
+    )
+
+
+def _read_ends(path_prefix: str, path: str, multimodal: bool) -> tuple[FileIdentity, Header, int]:
+    """The identity of an index file, its header, and the bytes that its last sequence makes the data file have."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        _identify(path_prefix, path)  # raises, with a hint
+        raise
+    try:
+        identity = FileIdentity.of(path, descriptor)
+        header = read_header(path, os.read(descriptor, HEAD_SIZE), identity.size, multimodal)
+        last = last_sequence_at(header)
+        if last is None:
+            return identity, header, 0
+        length, pointer = (
+            int.from_bytes(os.pread(descriptor, size, at), "little", signed=True)
+            for size, at in zip((4, 8), last, strict=True)
+        )
+        return identity, header, pointer + length * header.dtype.itemsize
+    finally:
+        os.close(descriptor)
 
 
 def _identify(path_prefix: str, path: str) -> FileIdentity:

@@ -148,7 +148,7 @@ def test_default_folder(corpora: Path) -> None:
 
 def _digest(config: GPTDatasetConfig, num_samples: int) -> str:
     class Described(GPTDataset):
-        def _load_or_build(self) -> Any:
+        def _prepare(self) -> None:
             return None
 
     Described.__name__ = "GPTDataset"

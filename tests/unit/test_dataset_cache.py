@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tdp_megatron.datasets import BlendedDataset, GPTDataset, GPTDatasetConfig, Split, TokenizerSpec
+from tdp_megatron.datasets import BlendedDataset, GPTDataset, GPTDatasetConfig, Split, TokenizerSpec, cache_writer
 from tdp_megatron.errors import CacheError
 from tdp_megatron.indexed import IndexedDataset, IndexedDatasetBuilder
 
@@ -297,17 +297,17 @@ def test_no_pickle_is_loaded(prefix: str, tmp_path: Path, builds: list[str]) -> 
 
 
 def test_an_interrupted_build_leaves_no_cache(prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    saved = np.save
+    write_array = cache_writer._write_array
     calls = []
 
-    def fail_late(file: Any, array: Any, **options: Any) -> None:
+    def fail_late(*args: Any) -> None:
         calls.append(1)
         if len(calls) == 3:
             raise KeyboardInterrupt
-        saved(file, array, **options)
+        write_array(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(np, "save", fail_late)
+        patch.setattr(cache_writer, "_write_array", fail_late)
         with pytest.raises(KeyboardInterrupt):
             make(prefix)
     assert "description.txt" not in cache_files(prefix)
@@ -318,15 +318,16 @@ def test_an_interrupted_build_leaves_no_cache(prefix: str, monkeypatch: pytest.M
 def test_a_rebuild_never_mixes_with_the_old_files(prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """While it is replaced, a cache has no description, so nobody takes it for one."""
     make(prefix)
+    description = cache_files(prefix)["description.txt"].name
     write(Path(prefix), [7, *LENGTHS[1:]])
-    saved = np.save
+    write_array = cache_writer._write_array
     described: list[bool] = []
 
-    def look(file: Any, array: Any, **options: Any) -> None:
-        described.append("description.txt" in cache_files(prefix))
-        saved(file, array, **options)
+    def look(*args: Any) -> None:
+        described.append((Path(prefix).parent / "cache" / description).exists())
+        write_array(*args)
 
-    monkeypatch.setattr(np, "save", look)
+    monkeypatch.setattr(cache_writer, "_write_array", look)
     make(prefix)
     assert described == [False] * 3
 
@@ -341,7 +342,7 @@ def test_a_full_device(prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(np, "save", full)
+    monkeypatch.setattr(cache_writer, "_write_array", full)
     with pytest.raises(CacheError, match=r"No space left on device.*path_to_cache"):
         make(prefix)
     assert "description.txt" not in cache_files(prefix)
@@ -356,7 +357,7 @@ def test_a_read_only_folder_with_a_cache_is_enough(
     def read_only(*_: Any, **__: Any) -> None:
         raise OSError(30, "Read-only file system")
 
-    monkeypatch.setattr("tdp_megatron.datasets.cache.TemporaryOutput", read_only)
+    monkeypatch.setattr(cache_writer, "_write_bytes", read_only)
     monkeypatch.setattr(os, "makedirs", read_only)
     assert_equal(arrays(make(prefix)), expected)
     assert len(builds) == 1

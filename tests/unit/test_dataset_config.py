@@ -341,7 +341,7 @@ def test_a_tokenizer_without_identifiers(tmp_path: Path) -> None:
         eod = 0
 
     low_level = IndexedDataset(tmp_path / "a")
-    config = config_of(tokenizer=Plain())
+    config = config_of(tokenizer=Plain(), path_to_cache=str(tmp_path / "cache"))
     with pytest.raises(TypeError, match="Plain has no unique_identifiers"):
         GPTDataset(low_level, "a", np.arange(1, dtype=np.int32), 1, Split.train, config)
 
