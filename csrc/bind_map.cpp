@@ -24,23 +24,10 @@ struct Mapping {
     throw py::error_already_set();
 }
 
-// A map outlives the descriptor it was made with. Python's mmap keeps a copy of it all the same, and thousands of
-// index caches would need thousands of them.
-py::array map_file(const std::string& path) {
-    const int descriptor = open(path.c_str(), O_RDONLY | O_CLOEXEC);
-    if (descriptor < 0) raise_os_error(path);
-    struct stat status;
-    void* address = MAP_FAILED;
-    const bool known = fstat(descriptor, &status) == 0;
-    const size_t size = known ? static_cast<size_t>(status.st_size) : 0;
-    if (known && size > 0) address = mmap(nullptr, size, PROT_READ, MAP_SHARED, descriptor, 0);
-    const int error = errno;
-    close(descriptor);
-    if (known && size == 0) return empty<uint8_t>({0});
-    if (address == MAP_FAILED) {
-        errno = error;
-        raise_os_error(path);
-    }
+py::array map_pages(int descriptor, size_t size, const std::string& name) {
+    if (size == 0) return empty<uint8_t>({0});
+    void* const address = mmap(nullptr, size, PROT_READ, MAP_SHARED, descriptor, 0);
+    if (address == MAP_FAILED) raise_os_error(name);
     auto mapping = std::unique_ptr<Mapping>(new Mapping{address, size});
     py::capsule owner(mapping.get(), [](void* held) { delete static_cast<Mapping*>(held); });
     mapping.release();
@@ -49,9 +36,36 @@ py::array map_file(const std::string& path) {
     return array;
 }
 
+struct Descriptor {
+    int number;
+    ~Descriptor() {
+        const int kept = errno;
+        if (number >= 0) close(number);
+        errno = kept;
+    }
+};
+
+// A map outlives the descriptor it was made with. Python's mmap keeps a copy of it all the same, and thousands of
+// files would need thousands of them.
+py::array map_descriptor(int descriptor) {
+    struct stat status;
+    const std::string name = "descriptor " + std::to_string(descriptor);
+    if (fstat(descriptor, &status) != 0) raise_os_error(name);
+    return map_pages(descriptor, static_cast<size_t>(status.st_size), name);
+}
+
+py::array map_file(const std::string& path) {
+    const Descriptor descriptor{open(path.c_str(), O_RDONLY | O_CLOEXEC)};
+    struct stat status;
+    if (descriptor.number < 0 || fstat(descriptor.number, &status) != 0) raise_os_error(path);
+    return map_pages(descriptor.number, static_cast<size_t>(status.st_size), path);
+}
+
 }  // namespace
 
 void register_map(py::module_& m) {
+    m.def("map_descriptor", &map_descriptor, py::arg("descriptor"),
+          "The whole file that a descriptor has open, as map_file gives it; the descriptor may be closed.");
     m.def("map_file", &map_file, py::arg("path"), "A whole file as a read-only uint8 array; no descriptor stays open.");
 }
 

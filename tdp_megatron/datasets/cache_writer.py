@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 import secrets
 import threading
@@ -44,7 +43,7 @@ class _Pending:
     lock: CacheLock
     described: dict[str, Any]
     suffixes: list[str]
-    """Files in the order in which they get their names; the description is the last."""
+    """Of the arrays' files."""
 
 
 class CacheWriter:
@@ -80,8 +79,7 @@ class CacheWriter:
         Raises:
             OSError: the files cannot be written; none of them is left.
         """
-        suffixes = [f"{name}.npy" for name in key.names]
-        pending = _Pending(key, lock, described, [*suffixes, _DESCRIPTION])
+        pending = _Pending(key, lock, described, [f"{name}.npy" for name in key.names])
         try:
             if lock.exclusive:
                 self._remove_abandoned(key)
@@ -89,9 +87,12 @@ class CacheWriter:
             # Megatron's included, takes new and old files for one cache.
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(key.path(_DESCRIPTION))
-            for name, suffix in zip(key.names, suffixes, strict=True):
+            for name, suffix in zip(key.names, pending.suffixes, strict=True):
                 _write_array(self._temporary(key, suffix), arrays[name])
-            _write_bytes(self._temporary(key, _DESCRIPTION), key.description.encode())
+            if lock.exclusive:
+                lock.write(key.description.encode())
+            else:
+                _write_bytes(self._temporary(key, _DESCRIPTION), key.description.encode())
         except BaseException:
             self._drop([pending])
             raise
@@ -156,8 +157,10 @@ class CacheWriter:
 
     def _make_durable(self, pending: list[_Pending]) -> None:
         if len(pending) == 1:
-            for suffix in pending[0].suffixes:
-                _sync_file(self._temporary(pending[0].key, suffix))
+            (cache,) = pending
+            for suffix in cache.suffixes:
+                _sync_file(self._temporary(cache.key, suffix))
+            _sync_file(cache.lock.path if cache.lock.exclusive else self._temporary(cache.key, _DESCRIPTION))
             return
         devices = {os.stat(cache.key.folder).st_dev: cache.key.folder for cache in pending}
         for folder in devices.values():
@@ -167,15 +170,18 @@ class CacheWriter:
         key = cache.key
         # Times as they are now: a network file system may have changed them since the files were written.
         stamps = file_stamps(key, lambda suffix: self._temporary(key, suffix))
-        for suffix in cache.suffixes[:-1]:
+        for suffix in cache.suffixes:
             os.rename(self._temporary(key, suffix), key.path(suffix))
         write_beside(key, manifest_bytes(cache.described, stamps))
-        os.rename(self._temporary(key, _DESCRIPTION), key.path(_DESCRIPTION))
+        if cache.lock.exclusive:
+            cache.lock.rename(key.path(_DESCRIPTION))
+        else:
+            os.rename(self._temporary(key, _DESCRIPTION), key.path(_DESCRIPTION))
         self._folders.add(key.folder)
 
     def _drop(self, pending: list[_Pending]) -> None:
         for cache in pending:
-            for suffix in cache.suffixes:
+            for suffix in (*cache.suffixes, _DESCRIPTION):
                 with contextlib.suppress(OSError):
                     os.unlink(self._temporary(cache.key, suffix))
             cache.lock.release()
@@ -231,9 +237,14 @@ def write_beside(key: CacheKey, manifest: bytes) -> None:
 
 
 def _write_array(path: str, array: npt.NDArray[Any]) -> None:
-    header = io.BytesIO()
-    np.lib.format.write_array_header_1_0(header, np.lib.format.header_data_from_array_1_0(array))
-    _write_bytes(path, header.getvalue(), array)
+    _write_bytes(path, _npy_header(array), array)
+
+
+def _npy_header(array: npt.NDArray[Any]) -> bytes:
+    """What ``numpy.save`` puts before a C-ordered array of a plain dtype, several times faster."""
+    text = f"{{'descr': {array.dtype.str!r}, 'fortran_order': False, 'shape': {array.shape}, }}"
+    size = -(-(10 + len(text) + 1) // 64) * 64
+    return b"\x93NUMPY\x01\x00" + (size - 10).to_bytes(2, "little") + f"{text:<{size - 11}}\n".encode()
 
 
 def _write_bytes(path: str, head: bytes, array: npt.NDArray[Any] | None = None) -> None:

@@ -15,7 +15,7 @@ class HandlePool:
     """The most recently used handles; an evicted one closes when its last user lets go of it.
 
     Args:
-        limit: handles kept. Python's mmap keeps a descriptor per map, so maps count as well.
+        limit: handles kept; each descriptor and each map is one.
     """
 
     def __init__(self, limit: int = 64) -> None:

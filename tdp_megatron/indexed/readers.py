@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from tdp_megatron import _C
 from tdp_megatron.errors import FormatError
 from tdp_megatron.indexed.pool import OPEN_FILES
 
@@ -66,20 +67,20 @@ class _Descriptor:
 
 
 def open_map(identity: FileIdentity) -> npt.NDArray[np.uint8]:
-    """Map a whole file read-only; the descriptor it takes is given back with the array.
+    """Map a whole file read-only; no descriptor stays open.
 
     Returns:
-        uint8 [size]; empty for an empty file, which cannot be mapped.
+        uint8 [size].
 
     Raises:
         FormatError: the file has changed.
     """
-    if identity.size == 0:
-        identity.check(FileIdentity.of(identity.path))
-        return np.empty(0, dtype=np.uint8)
-    with open(identity.path, "rb", buffering=0) as file:
-        identity.check(FileIdentity.of(identity.path, file.fileno()))
-        return np.asarray(np.memmap(file, dtype=np.uint8, mode="r", shape=(identity.size,)))
+    descriptor = os.open(identity.path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        identity.check(FileIdentity.of(identity.path, descriptor))
+        return _C.map_descriptor(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def map_file(identity: FileIdentity) -> npt.NDArray[np.uint8]:

@@ -129,8 +129,8 @@ def test_fast_start_of_a_thousand_prefixes_looks_at_no_file(prefix: Path, monkey
 def test_opening_opens_one_file(prefix: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[Any] = []
     stats: list[Any] = []
-    real_open, real_stat = builtins.open, os.stat
-    monkeypatch.setattr(builtins, "open", lambda *a, **k: (opened.append(a[0]), real_open(*a, **k))[1])
+    real_open, real_stat = os.open, os.stat
+    monkeypatch.setattr(os, "open", lambda *a, **k: (opened.append(a[0]), real_open(*a, **k))[1])
     monkeypatch.setattr(os, "stat", lambda *a, **k: (stats.append(a[0]), real_stat(*a, **k))[1])
     IndexedDataset(prefix)
     monkeypatch.undo()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import threading
+import time
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any, ClassVar
@@ -14,6 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tdp_megatron import _C
+from tdp_megatron.datasets import cache_writer
+from tdp_megatron.datasets.cache_lock import CacheLock
 from tdp_megatron.datasets.megatron_dataset import describe
 from tdp_megatron.indexed.atomic import TemporaryOutput
 
@@ -81,3 +85,59 @@ def test_a_description_expands_what_has_identifiers() -> None:
     assert describe(identifiers)[0] == expected
     with pytest.raises(TypeError, match="object has no unique_identifiers"):
         describe(OrderedDict({"tokenizer": object()}))
+
+
+@pytest.mark.parametrize(
+    "array",
+    [np.zeros(10, np.int32), np.zeros((5, 2), np.int64), np.zeros((0, 2), np.int16), np.zeros(10**6, np.uint32)],
+)
+def test_headers_are_numpys(array: Any, tmp_path: Path) -> None:
+    np.save(tmp_path / "theirs.npy", array)
+    cache_writer._write_array(str(tmp_path / "ours.npy"), array)
+    assert (tmp_path / "ours.npy").read_bytes() == (tmp_path / "theirs.npy").read_bytes()
+
+
+def test_a_descriptor_that_is_none() -> None:
+    with pytest.raises(OSError, match="descriptor -1"):
+        _C.map_descriptor(-1)
+
+
+# -- lock files that become what is written ----------------------------------------------------------------------
+
+
+def test_a_lock_that_becomes_a_file(tmp_path: Path) -> None:
+    first = CacheLock(str(tmp_path / "lock"), lambda: None)
+    waited: list[int] = []
+    seen: list[str] = []
+
+    def wait() -> None:
+        waited.append(1)
+
+    def second() -> None:
+        lock = CacheLock(str(tmp_path / "lock"), wait)
+        seen.extend(sorted(os.listdir(tmp_path)))
+        lock.release()
+        lock.release()
+
+    thread = threading.Thread(target=second)
+    thread.start()
+    while not waited:
+        time.sleep(0.001)
+    first.write(b"a long text")
+    first.write(b"text")
+    first.rename(str(tmp_path / "file"))
+    first.release()
+    thread.join(10)
+    # The one that waited for the old file has a lock of its own, and has not touched the renamed one.
+    assert seen == ["file", "lock"]
+    assert os.listdir(tmp_path) == ["file"]
+    assert (tmp_path / "file").read_bytes() == b"text"
+
+
+def test_what_a_dead_holder_wrote_into_its_lock_is_gone(tmp_path: Path) -> None:
+    (tmp_path / "lock").write_text("half of a much longer text")
+    lock = CacheLock(str(tmp_path / "lock"), lambda: None)
+    lock.write(b"whole")
+    lock.rename(str(tmp_path / "file"))
+    lock.release()
+    assert (tmp_path / "file").read_bytes() == b"whole"
