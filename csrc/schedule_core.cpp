@@ -1,20 +1,40 @@
 #include "schedule_core.h"
 
 #include <algorithm>
-#include <numeric>
+#include <functional>
+
+#include "schedule_sort.h"
 
 namespace tdp::schedule {
 
-Scratch::Scratch(const Problem& p) : problem(p), ids(p.count), lengths(p.count) {
-    std::iota(ids.begin(), ids.end(), std::int64_t{0});
-    std::stable_sort(ids.begin(), ids.end(), [&](std::int64_t x, std::int64_t y) {
-        return p.seqlens[x] > p.seqlens[y];
-    });
-    for (std::size_t i = 0; i < p.count; ++i) lengths[i] = p.seqlens[ids[i]];
+Scratch::Scratch(const Problem& p) : problem(p), ids(p.count), lengths(p.count), padded(p.count), squares(p.count) {
+    std::vector<RadixOrder::Entry> order(p.count);
+    for (std::size_t i = 0; i < p.count; ++i) {
+        order[i] = {~static_cast<std::uint64_t>(p.seqlens[i]), static_cast<std::int64_t>(i)};
+    }
+    RadixOrder().sort(order);
     for (const std::int64_t k : p.cp_sizes) {
         const std::int64_t pad = k > 1 ? 2 * k : 1;
         levels.push_back({k, pad, p.token_limit * k / pad * pad});
     }
+    for (std::size_t i = 0; i < p.count; ++i) {
+        ids[i] = order[i].number;
+        lengths[i] = p.seqlens[order[i].number];
+        padded[i] = levels[0].padded(lengths[i]);
+        squares[i] = p.cost.squares(padded[i]);
+    }
+}
+
+std::vector<double> Scratch::times_of_longest() const {
+    std::vector<double> times;
+    for (const Level& level : levels) {
+        if (problem.count == 0) break;
+        const double time = alone(level, 0);
+        if (time < kInfinity) times.push_back(time);
+    }
+    std::sort(times.begin(), times.end(), std::greater<>());
+    times.erase(std::unique(times.begin(), times.end()), times.end());
+    return times;
 }
 
 std::int64_t Scratch::room(const Level& level, std::int64_t tokens, double squares, double limit) const {

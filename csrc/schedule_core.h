@@ -69,6 +69,19 @@ struct Ops {
         cp_size.push_back(k);
         offsets.push_back(static_cast<std::int64_t>(ids.size()));
     }
+    // The members of all ops at once, for ops whose ranks are known: `member_of(i)` is the op of the i-th longest
+    // sequence, which has the number sample_ids[i].
+    template <class MemberOf>
+    void set_members(const std::vector<std::int64_t>& sample_ids, MemberOf member_of) {
+        offsets.assign(first_rank.size() + 1, 0);
+        for (std::size_t i = 0; i < sample_ids.size(); ++i) ++offsets[static_cast<std::size_t>(member_of(i)) + 1];
+        for (std::size_t op = 0; op < first_rank.size(); ++op) offsets[op + 1] += offsets[op];
+        std::vector<std::int64_t> next(offsets.begin(), offsets.end() - 1);
+        ids.resize(sample_ids.size());
+        for (std::size_t i = 0; i < sample_ids.size(); ++i) {
+            ids[static_cast<std::size_t>(next[static_cast<std::size_t>(member_of(i))]++)] = sample_ids[i];
+        }
+    }
 };
 
 // The sequences in order of falling length, ties by id, seen on every allowed CP size.
@@ -79,6 +92,9 @@ class Scratch {
     const Problem& problem;
     std::vector<std::int64_t> ids, lengths;
     std::vector<Level> levels;
+    // On the smallest level.
+    std::vector<std::int64_t> padded;
+    std::vector<double> squares;
 
     double seconds(std::int64_t tokens, double squares, std::int64_t k) const {
         const Cost& cost = problem.cost;
@@ -92,6 +108,12 @@ class Scratch {
         }
         return cost.c0 + cost.a * static_cast<double>(per_rank) + attention;
     }
+    // Rank-seconds of a sequence on the smallest level, without c0, communication and tail.
+    double work(std::size_t i) const {
+        return problem.cost.a * static_cast<double>(padded[i]) + problem.cost.b * squares[i];
+    }
+    // Distinct times of the longest sequence alone, falling.
+    std::vector<double> times_of_longest() const;
     // Seconds of a sequence alone, infinite where it does not fit.
     double alone(const Level& level, std::size_t i) const {
         const std::int64_t padded = level.padded(lengths[i]);

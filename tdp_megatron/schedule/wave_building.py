@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tdp_megatron.schedule.dynamic import Level, Scratch
 from tdp_megatron.schedule.packs import PlacedOp
 
-__all__ = ["Wave", "deal", "even_waves", "place", "tall_wave"]
+__all__ = [
+    "GrowingOp",
+    "Wave",
+    "choose_levels_under",
+    "deal",
+    "even_waves",
+    "fill_lowest",
+    "place",
+    "tall_wave",
+    "wide_ops",
+]
 
 
 @dataclass(slots=True)
@@ -23,16 +34,16 @@ class GrowingOp:
     members: list[int] = field(default_factory=list)
     """Numbers in the order of falling length."""
 
+    def add(self, scratch: Scratch, i: int) -> None:
+        """Put sequence i at the end."""
+        self.tokens += self.level.padded[i]
+        self.squares += self.level.squares[i]
+        self.members.append(i)
+        self.seconds = scratch.seconds(self.tokens, self.squares, self.level.cp_size)
+
 
 #: One wave: ops whose CP sizes add up to at most the number of ranks.
 Wave = list[GrowingOp]
-
-
-def _add(scratch: Scratch, op: GrowingOp, i: int) -> None:
-    op.tokens += op.level.padded[i]
-    op.squares += op.level.squares[i]
-    op.members.append(i)
-    op.seconds = scratch.seconds(op.tokens, op.squares, op.level.cp_size)
 
 
 class _Rooms:
@@ -66,7 +77,7 @@ class _Rooms:
 
     def _put(self, number: int, i: int) -> None:
         op = self._ops[number]
-        _add(self._scratch, op, i)
+        op.add(self._scratch, i)
         if len(op.members) < self._scratch.max_sequences:
             room = self._scratch.room(op.level, op.tokens, op.squares, self._limit)
             if room >= 0:
@@ -141,18 +152,9 @@ def even_waves(scratch: Scratch, alive: list[int], count: int, limit: float) -> 
         limit: seconds.
     """
     smallest = scratch.levels[0]
-    chosen = _levels_under(scratch, alive, limit)
-    wide: list[GrowingOp] = []
-    rest: list[int] = []
-    for level in reversed(scratch.levels[1:]):
-        rooms = _Rooms(scratch, limit)
-        for i in alive:
-            if chosen[i] is level and not rooms.fill(i):
-                wide.append(rooms.open(level, i))
-    for i in alive:
-        if chosen[i] is smallest:
-            rest.append(i)
-
+    chosen = choose_levels_under(scratch, alive, limit)
+    wide = [op for made in wide_ops(scratch, alive, chosen, limit) for op in made]
+    rest = [i for i in alive if chosen[i] is smallest]
     free = [scratch.num_ranks] * count
     time = [0.0] * count
     ops: list[GrowingOp] = []
@@ -174,16 +176,18 @@ def even_waves(scratch: Scratch, alive: list[int], count: int, limit: float) -> 
             wave_of.append(wave)
 
     work = 0.0
-    for i in rest:
+    for i in reversed(rest):
         work += scratch.cost.a * smallest.padded[i] + scratch.cost.b * smallest.squares[i]
-    level_time = _water_level(ops, wave_of, time, work)
+    used = max(wave_of[: len(wide)], default=-1) + 1
+    level_time = _water_level(scratch, ops[: len(wide)], wave_of, time[:used], free, work)
     targets = [max(time[wave], level_time) for wave in wave_of]
-    if not _longest_to_lowest(scratch, rest, ops, targets):
+    if not fill_lowest(scratch, rest, ops, targets):
         return None
     return deal(scratch, ops)
 
 
-def _levels_under(scratch: Scratch, alive: list[int], limit: float) -> dict[int, Level]:
+def choose_levels_under(scratch: Scratch, alive: Iterable[int], limit: float) -> dict[int, Level]:
+    """The smallest CP size on which each sequence takes at most ``limit`` seconds alone, or else the fastest."""
     chosen = {}
     for i in alive:
         best = scratch.levels[0]
@@ -196,14 +200,42 @@ def _levels_under(scratch: Scratch, alive: list[int], limit: float) -> dict[int,
     return chosen
 
 
-def _water_level(ops: list[GrowingOp], wave_of: list[int], time: list[float], work: float) -> float:
-    """Seconds up to which all ops must be filled so that ``work`` rank-seconds fit, 40 halvings."""
-    low, high = 0.0, max(time, default=0.0) + work + max((op.seconds for op in ops), default=0.0) + 1.0
+def wide_ops(
+    scratch: Scratch, alive: Iterable[int], chosen: Mapping[int, Level], limit: float
+) -> Iterator[list[GrowingOp]]:
+    """Ops on more than the fewest ranks, largest CP size first, each filled up to ``limit`` seconds."""
+    for level in reversed(scratch.levels[1:]):
+        rooms = _Rooms(scratch, limit)
+        made: list[GrowingOp] = []
+        for i in alive:
+            if chosen[i] is level and not rooms.fill(i):
+                made.append(rooms.open(level, i))
+        yield made
+
+
+def _water_level(
+    scratch: Scratch, wide: list[GrowingOp], wave_of: list[int], time: list[float], free: list[int], work: float
+) -> float:
+    """Seconds up to which all ops must be filled so that ``work`` rank-seconds fit, 40 halvings.
+
+    Args:
+        scratch: the sequences.
+        wide: ops on more than the fewest ranks.
+        wave_of: the wave of each; they are in the first waves.
+        time: seconds of the first waves.
+        free: ranks of all waves that no wide op runs on.
+        work: rank-seconds.
+    """
+    c0 = scratch.cost.c0
+    empty = float((len(free) - len(time)) * scratch.num_ranks)
+    low, high = 0.0, max(time, default=0.0) + work + c0 + 1.0
     for _ in range(40):
         middle = (low + high) / 2.0
-        room = 0.0
-        for op, wave in zip(ops, wave_of, strict=True):
+        room = max(middle - c0, 0.0) * empty
+        for op, wave in zip(wide, wave_of, strict=False):
             room += max(max(time[wave], middle) - op.seconds, 0.0) * op.level.cp_size
+        for wave, seconds in enumerate(time):
+            room += max(max(seconds, middle) - c0, 0.0) * free[wave]
         if room < work:
             low = middle
         else:
@@ -211,7 +243,7 @@ def _water_level(ops: list[GrowingOp], wave_of: list[int], time: list[float], wo
     return high
 
 
-def _longest_to_lowest(scratch: Scratch, rest: list[int], ops: list[GrowingOp], targets: list[float]) -> bool:
+def fill_lowest(scratch: Scratch, rest: Sequence[int], ops: list[GrowingOp], targets: list[float]) -> bool:
     """Each sequence to the op furthest below its target that has the tokens; False if one has nowhere to go."""
     heap = [(op.seconds - target, number) for number, (op, target) in enumerate(zip(ops, targets, strict=True))]
     heapq.heapify(heap)
@@ -233,7 +265,7 @@ def _longest_to_lowest(scratch: Scratch, rest: list[int], ops: list[GrowingOp], 
                 heapq.heappush(parked, (-room, number, key))
         if not heap:
             return False
-        _add(scratch, op, i)
+        op.add(scratch, i)
         heapq.heapreplace(heap, (op.seconds - targets[number], number))
     return True
 

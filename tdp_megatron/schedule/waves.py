@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from tdp_megatron import _C
 from tdp_megatron.schedule.bounds import lower_bound
+from tdp_megatron.schedule.columns import columns_reference
 from tdp_megatron.schedule.dynamic import Scratch
 from tdp_megatron.schedule.native import native_input
 from tdp_megatron.schedule.packs import PlacedOp, plan_of_ops, plan_of_placed_ops
@@ -19,16 +20,12 @@ __all__ = ["waves", "waves_reference"]
 #: Sequences and slots that all candidates together may touch, so that planning time stays bounded.
 _EFFORT = 1 << 16
 _FEWEST_CANDIDATES = 16
-#: In a pipeline waves are many, and a candidate takes longer.
-_FEWEST_IN_PIPELINE = 8
 _MOST_CANDIDATES = 96
 #: A step this close to the lower bound ends the search.
 _GOOD_ENOUGH = 1.002
 #: Tall waves tried after the best so far.
 _PATIENCE = 3
 _MOST_TALL_WAVES = 12
-#: With at least this many candidates the search takes small steps.
-_THOROUGH = 24
 #: Time limit of a sequence alone over the mean time of a wave.
 _STRETCHES = (1.0, 1.25, 1.5)
 
@@ -54,12 +51,15 @@ def waves(problem: Problem) -> Plan:
 def waves_reference(problem: Problem) -> Plan:
     """``waves`` in plain Python; the native core gives the same plan."""
     scratch = Scratch(problem)
-    search = _Search(scratch)
-    if problem.mode.name == "pipeline":
-        search.many_even_waves()
-    else:
+    mode = problem.mode
+    ops: list[PlacedOp] = []
+    if mode.name == "pipeline" and scratch.lengths:
+        ops = columns_reference(scratch, (mode.stages - 1) / mode.virtual_stages)
+    if not ops:
+        search = _Search(scratch)
         search.tall_then_even()
-    return plan_of_placed_ops(problem, search.best_ops, "waves")
+        ops = search.best_ops
+    return plan_of_placed_ops(problem, ops, "waves")
 
 
 @dataclass(slots=True)
@@ -80,11 +80,11 @@ class _Search:
         self.capacity = problem.layout.num_ranks * problem.layout.tokens_per_rank_limit
         self.good_enough = lower_bound(problem.seqlens, problem.layout, problem.cost) * _GOOD_ENOUGH
         size = len(scratch.lengths) + 4 * scratch.num_ranks
-        fewest = _FEWEST_IN_PIPELINE if self.mode.name == "pipeline" else _FEWEST_CANDIDATES
-        self.left = min(max(_EFFORT // size, fewest), _MOST_CANDIDATES)
+        self.left = min(max(_EFFORT // size, _FEWEST_CANDIDATES), _MOST_CANDIDATES)
         self.best_seconds = math.inf
         self.best_ops: list[PlacedOp] = []
-        self.best_at: tuple[_Head, int] | None = None
+        #: Of the best even waves so far.
+        self.best_head: _Head | None = None
 
     @property
     def done(self) -> bool:
@@ -108,10 +108,10 @@ class _Search:
             self.best_ops = place(self.scratch, made)[0] if placed is None else placed
         return seconds
 
-    def evenly(self, head: _Head, extra: int, stretches: tuple[float, ...], floor: float = 0.0) -> float:
+    def evenly(self, head: _Head, extra: int, stretches: tuple[float, ...]) -> float:
         """Fill up ``head`` with even waves, ``extra`` more than needed; the first stretch that works counts.
 
-        A sequence alone may take ``stretch`` times the mean of a wave, and always ``floor`` seconds.
+        A sequence alone may take ``stretch`` times the mean of a wave.
         """
         count = self.fewest(head) + extra
         mean = self.mean_seconds(head, count)
@@ -121,12 +121,12 @@ class _Search:
             if self.left <= 0:
                 return math.inf
             self.left -= 1
-            made = even_waves(self.scratch, head.alive, count, max(stretch * mean, floor))
+            made = even_waves(self.scratch, head.alive, count, stretch * mean)
             if made is not None:
                 before = self.best_seconds
                 seconds = self.offer([*head.waves, *made])
                 if seconds < before:
-                    self.best_at = (head, extra)
+                    self.best_head = head
                 return seconds
         return math.inf
 
@@ -140,7 +140,7 @@ class _Search:
         scratch = self.scratch
         level = scratch.levels[0]
         work = 0.0
-        for i in head.alive:
+        for i in reversed(head.alive):
             work += scratch.cost.a * level.padded[i] + scratch.cost.b * level.squares[i]
         return work / scratch.num_ranks / count + scratch.cost.c0
 
@@ -186,32 +186,6 @@ class _Search:
     def refine(self) -> None:
         """More even waves, or longer sequences on fewer ranks, around the best so far."""
         for extra, stretch in ((0, 1.25), (1, 1.0), (1, 1.25), (0, 1.5), (2, 1.0), (3, 1.0)):
-            if self.done or self.best_at is None:
+            if self.done or self.best_head is None:
                 return
-            self.evenly(self.best_at[0], extra * self.multiple, (stretch,))
-
-    def many_even_waves(self) -> None:
-        """In a pipeline every stage waits for the longest microbatch: more and shorter waves, up to a point."""
-        head = _Head([], 0.0, list(range(len(self.scratch.lengths))))
-        if not head.alive:
-            return
-        times = sorted({v.alone[0] for v in self.scratch.levels if v.alone[0] < math.inf}, reverse=True)
-        fewest = self.fewest(head)
-        count, worse = fewest, 0
-        thorough = self.left >= _THOROUGH
-        while worse <= _PATIENCE and not self.done:
-            before = self.best_seconds
-            # No plan has a shorter longest microbatch than the longest sequence where it is fastest.
-            if times[-1] > self.mean_seconds(head, count) or not thorough:
-                self.evenly(head, count - fewest, _STRETCHES, times[-1])
-            if thorough:
-                for stretch in _STRETCHES:
-                    self.evenly(head, count - fewest, (stretch,))
-            worse = 0 if self.best_seconds < before else worse + 1
-            count = -(-max(count + 1, count * 5 // 4 if thorough else count * 3 // 2) // self.multiple) * self.multiple
-        for limit in (*times[1:2], *times[:1], *times[2:-1]):
-            # The same on fewer ranks: a longer longest microbatch, and less communication.
-            for extra in (self.best_at[1] if self.best_at else 0, 0, self.multiple, 2 * self.multiple):
-                self.evenly(head, extra, (0.0,), limit)
-        if not self.best_ops:
-            self.tall_then_even()
+            self.evenly(self.best_head, extra * self.multiple, (stretch,))

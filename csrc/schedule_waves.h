@@ -1,0 +1,179 @@
+// Parts of `waves`: growing microbatches, tall and even waves, columns. The reference is in tdp_megatron/schedule.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "schedule_core.h"
+#include "schedule_sort.h"
+
+namespace tdp::schedule {
+
+using Numbers = std::vector<std::int32_t>;
+
+// A microbatch that still grows; which sequences it holds is kept beside it.
+struct GrowingOp {
+    std::int64_t tokens = 0;
+    double squares = 0.0, seconds = 0.0;
+    double target = 0.0;  // seconds
+    std::int32_t level = 0, count = 0;
+
+    void add(const Scratch& scratch, std::size_t i) {
+        const Level& own = scratch.levels[static_cast<std::size_t>(level)];
+        const std::int64_t padded = level == 0 ? scratch.padded[i] : own.padded(scratch.lengths[i]);
+        tokens += padded;
+        squares += level == 0 ? scratch.squares[i] : scratch.problem.cost.squares(padded);
+        ++count;
+        seconds = scratch.seconds(tokens, squares, own.k);
+    }
+};
+
+using GrowingOps = std::vector<GrowingOp>;
+
+// Ops by the longest sequence that each can still take under a time limit; the tightest fit wins.
+class Rooms {
+   public:
+    Rooms(const Scratch& scratch, double limit, GrowingOps& ops) : scratch_(scratch), limit_(limit), ops_(ops) {}
+
+    std::int64_t largest() const { return list_.largest(); }
+    // Starts an op with sequence i; its number.
+    std::int32_t open(std::size_t level, std::size_t i);
+    // Number of the op that took sequence i, or -1.
+    std::int32_t fill(std::size_t i);
+
+   private:
+    void put(std::int32_t number, std::size_t i);
+
+    const Scratch& scratch_;
+    double limit_;
+    GrowingOps& ops_;
+    RoomList list_;
+};
+
+// Seconds alone of the longest sequences on every level, worked out once.
+class AloneTable {
+   public:
+    explicit AloneTable(const Scratch& scratch) : scratch_(scratch) {}
+
+    // As Scratch::choose_level.
+    std::size_t choose_level(std::size_t i, double limit);
+
+   private:
+    const Scratch& scratch_;
+    std::vector<double> seconds_;  // by sequence, then level
+};
+
+// Appends ops on more than the fewest ranks, largest CP size first; `op_of` gets the number of each sequence's op.
+// `chosen` is the level of each of the first numbers of `alive`.
+void wide_ops(const Scratch& scratch, const Numbers& alive, const std::vector<std::uint8_t>& chosen, double limit,
+              GrowingOps& ops, std::vector<std::int32_t>& op_of);
+
+// Ops with the same start, in a row.
+struct FreshOps {
+    double key;
+    std::int32_t first, count;
+};
+
+// Each sequence to the op furthest below its target that has the tokens.
+class LowestFill {
+   public:
+    // `fresh` covers all of `ops`; false where a sequence has nowhere to go.
+    bool run(const Scratch& scratch, const std::int32_t* rest, std::size_t count, std::vector<FreshOps>& fresh,
+             GrowingOps& ops, std::vector<std::int32_t>& op_of);
+
+   private:
+    using Item = std::pair<double, std::int64_t>;
+    enum class Source { none, fresh, stack, heap };
+
+    void find_top();
+    void pop();
+    void insert(Item item);
+    void replace_top(Item item);
+
+    // The order is one of (key, number); three structures, since most keys come in falling order.
+    const std::vector<FreshOps>* fresh_ = nullptr;
+    std::size_t group_ = 0;
+    std::int32_t within_ = 0;
+    std::vector<Item> stack_;  // falling
+    Heap<double> heap_;
+    Item top_{};
+    Source source_ = Source::none;
+    Heap<std::int64_t> parked_;
+    std::vector<double> parked_key_;
+};
+
+// A wave as long as its longest sequence takes.
+struct TallWave {
+    GrowingOps ops;
+    Numbers members, op_of;  // sequence members[j] is in ops[op_of[j]]
+    double seconds = 0.0;
+};
+
+TallWave tall_wave(const Scratch& scratch, const Numbers& alive, double seed_limit, Numbers& left);
+
+// Sequences still to be placed, rising, with the work of each and all after it.
+struct Alive {
+    Numbers numbers;
+    std::vector<double> work_from;  // rank-seconds; one more than numbers
+    std::int64_t tokens = 0;
+
+    void sum_up(const Scratch& scratch);
+};
+
+// Waves that all take about the same time.
+struct EvenWaves {
+    GrowingOps ops;
+    std::vector<std::int32_t> op_of;  // by sequence
+    Numbers order;                    // ops by wave
+    Numbers offsets;                  // of waves into `order`
+};
+
+class EvenWaveBuilder {
+   public:
+    explicit EvenWaveBuilder(const Scratch& scratch) : scratch_(scratch), alone_(scratch) {}
+
+    // False where the sequences do not fit into `count` waves.
+    bool build(const Alive& alive, std::int64_t count, double limit, EvenWaves& made);
+
+   private:
+    bool deal_wide(const Alive& alive, std::int64_t count, EvenWaves& made);
+    double water_level(const GrowingOps& wide, double work) const;
+    void deal(EvenWaves& made);
+
+    const Scratch& scratch_;
+    AloneTable alone_;
+    LowestFill lowest_;
+    RadixOrder radix_;
+    std::vector<std::uint8_t> chosen_;
+    Numbers rest_, wave_of_;
+    std::vector<std::int64_t> free_;
+    std::vector<double> time_;
+    std::size_t used_ = 0;  // waves with a wide op
+    std::vector<FreshOps> fresh_;
+    std::vector<std::vector<RadixOrder::Entry>> queues_;
+    GrowingOps sorted_;
+};
+
+// Ops of waves on aligned blocks of ranks.
+class Placement {
+   public:
+    explicit Placement(const Scratch& scratch);
+
+    // Places the ops numbered `wave` of `ops` and dummies on the ranks left over; numbers go on from wave to wave.
+    void add(const GrowingOps& ops, const std::int32_t* wave, std::size_t count, std::int64_t first_number);
+    double longest_load() const;
+
+    std::vector<std::int64_t> first_rank, cp_size, number;  // in order; number -1 for dummies
+
+   private:
+    const Scratch& scratch_;
+    std::vector<double> loads_;
+    std::vector<std::uint8_t> taken_;
+    std::vector<RadixOrder::Entry> sorted_, blocks_;
+    RadixOrder radix_;
+};
+
+// Ops with the same number on every rank that pay their sum and `bubbles` times their longest; none if not found.
+Ops columns(const Scratch& scratch, double bubbles);
+
+}  // namespace tdp::schedule

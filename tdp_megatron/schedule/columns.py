@@ -1,0 +1,355 @@
+"""Columns: plans for pipelines, where a rank pays the sum of its microbatches and once more a share of its longest.
+
+A column is the smallest block of ranks. All columns have the same number of microbatches, but only those with a tall one
+pay for it, so tall ones share columns instead of spreading over all.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from dataclasses import dataclass
+
+from tdp_megatron.schedule.dynamic import Scratch
+from tdp_megatron.schedule.packs import PlacedOp
+from tdp_megatron.schedule.wave_building import GrowingOp, choose_levels_under, fill_lowest, wide_ops
+
+__all__ = ["columns_reference"]
+
+#: Halvings of the step in an estimate; the second kind takes longer.
+_HALVINGS = 20
+_HALVINGS_TOGETHER = 10
+_DOUBLINGS = 64
+#: A sequence is tall when it takes longer alone than this many mean microbatches.
+_TALL = 1.1
+#: Time limits of a microbatch over the mean, tried beside the times of the longest sequence.
+_STRETCHES = (1.0, 1.5)
+#: Rules for the time limit of which the number of microbatches is searched.
+_RULES = 2
+_MOST_STEPS = 12
+_MOST_FILLS = 6
+_PATIENCE = 2
+
+
+@dataclass(slots=True)
+class _Tall:
+    """Microbatches that are placed first."""
+
+    ops: list[GrowingOp]
+    """By falling CP size, then time."""
+    first_rest: int
+    """Number of the first sequence that is in none of them."""
+
+
+@dataclass(slots=True)
+class _Loads:
+    """What every column has to run."""
+
+    seconds: list[float]
+    longest: list[float]
+    used: list[int]
+    """Microbatches."""
+    where: list[int]
+    """First column of each tall op."""
+
+
+@dataclass(slots=True)
+class _Estimate:
+    step: float
+    count: int
+    tall: _Tall
+    loads: _Loads
+
+
+def columns_reference(scratch: Scratch, bubbles: float) -> list[PlacedOp]:
+    """Ops with the same number on every rank, in order; none where no plan was found.
+
+    Args:
+        scratch: the sequences; at least one.
+        bubbles: how often a rank pays its longest microbatch beyond the sum of all.
+    """
+    return _Columns(scratch, bubbles).search()
+
+
+class _Columns:
+    def __init__(self, scratch: Scratch, bubbles: float) -> None:
+        cost, smallest = scratch.cost, scratch.levels[0]
+        self.scratch = scratch
+        self.bubbles = bubbles
+        self.smallest = smallest
+        self.width = smallest.cp_size
+        self.num = scratch.num_ranks // smallest.cp_size
+        self.multiple = scratch.problem.limits.microbatches_multiple
+        # Half a tail is what a microbatch pads on average.
+        self.overhead = cost.c0 + cost.a * scratch.tail / 2.0
+        n = len(scratch.lengths)
+        #: Work and tokens of sequence i and all shorter ones.
+        self.work_from = [0.0] * (n + 1)
+        self.tokens_from = [0] * (n + 1)
+        for i in reversed(range(n)):
+            self.work_from[i] = self.work_from[i + 1] + self.work(i)
+            self.tokens_from[i] = self.tokens_from[i + 1] + smallest.padded[i]
+        self.mean_work = self.work_from[0] / self.num
+        self.times = sorted({v.alone[0] for v in scratch.levels if v.alone[0] < math.inf}, reverse=True)
+        self.wide: dict[float, list[GrowingOp]] = {}
+
+    def work(self, i: int) -> float:
+        """Seconds that sequence i adds to a column."""
+        cost, smallest = self.scratch.cost, self.smallest
+        return (cost.a * smallest.padded[i] + cost.b * smallest.squares[i]) / self.width
+
+    def search(self) -> list[PlacedOp]:
+        """The best of a few plans, those with the best estimates."""
+        fewest, most, count = self.counts()
+        # A time limit is a time of the longest sequence, or in proportion to the mean microbatch.
+        rules = [(time, 0.0) for time in self.times] + [(self.times[-1], stretch) for stretch in _STRETCHES]
+        ranked: list[tuple[float, int]] = []
+        for number, rule in enumerate(rules):
+            made = self.estimate(rule, count)
+            ranked.append((math.inf if made is None else made.step, number))
+        ranked.sort()
+        best_seconds, best_ops = math.inf, None
+        fills = _MOST_FILLS
+        for _, number in ranked[:_RULES]:
+            known = self.climb(rules[number], count, fewest, most)
+            worse = 0
+            # Where sequences are few for the number of microbatches, the estimate is too low: best first, then fewer.
+            promising = min(known, key=lambda c: (known[c].step, c), default=0)
+            for candidate in sorted((c for c in known if c <= promising), reverse=True):
+                if fills == 0 or worse == _PATIENCE or known[candidate].step >= best_seconds:
+                    break
+                fills -= 1
+                seconds, ops = self.fill(known[candidate])
+                worse = 0 if seconds < best_seconds else worse + 1
+                if seconds < best_seconds:
+                    best_seconds, best_ops = seconds, ops
+        return best_ops or []
+
+    def counts(self) -> tuple[int, int, int]:
+        """Fewest and most microbatches of a column that make sense, and the number at which the search starts."""
+        scratch, multiple = self.scratch, self.multiple
+        n = len(scratch.lengths)
+        slots = scratch.max_sequences * self.num
+        tokens = sum(scratch.lengths)
+        capacity = self.num * self.width * scratch.problem.layout.tokens_per_rank_limit
+        fewest = max(-(-tokens // capacity), -(-n // slots))
+        fewest += -fewest % multiple
+        most = max(-(-2 * n // self.num), fewest)
+        most += -most % multiple
+        # Of count * overhead + bubbles * work / count.
+        best = math.sqrt(self.bubbles * self.mean_work / self.overhead) if self.overhead > 0.0 else math.inf
+        count = int(min(max(best, fewest), most))
+        return fewest, most, count + -count % multiple
+
+    def climb(self, rule: tuple[float, float], count: int, fewest: int, most: int) -> dict[int, _Estimate]:
+        """Estimates by number of microbatches, around the least and some way below it."""
+        known: dict[int, _Estimate] = {}
+        best = math.inf
+        for upwards in (False, True):
+            at, worse = count, 0
+            for _ in range(_MOST_STEPS):
+                if at not in known:
+                    made = self.estimate(rule, at)
+                    if made is not None:
+                        known[at] = made
+                    if made is None or made.step >= best:
+                        worse += 1
+                    else:
+                        best, worse = made.step, 0
+                following = max(at + 1, at * 5 // 4) if upwards else min(at - 1, at * 4 // 5)
+                following += -following % self.multiple
+                if worse == _PATIENCE or following == at or not fewest <= following <= most:
+                    break
+                at = following
+        return known
+
+    def estimate(self, rule: tuple[float, float], count: int) -> _Estimate | None:
+        """The step that ``count`` microbatches per column should take, or None if they cannot hold all sequences."""
+        time, stretch = rule
+        mean = self.mean_work / count + self.scratch.cost.c0
+        limit = max(time, stretch * mean)
+        tall = self.make_tall(limit, min(_TALL * mean, limit))
+        loads = self.apart(tall.ops, count)
+        if loads is None or not self.has_room(tall, loads, count):
+            return None
+        work = self.work_from[tall.first_rest]
+        low = max((s + self.bubbles * t for s, t in zip(loads.seconds, loads.longest, strict=True)), default=0.0)
+        high = low + (self.mean_work + count * self.overhead) * (1.0 + self.bubbles)
+        for _ in range(_DOUBLINGS):
+            if self.room(loads, count, high) >= work:
+                break
+            low, high = high, 2.0 * high
+        else:
+            return None
+        for _ in range(_HALVINGS):
+            middle = (low + high) / 2.0
+            if self.room(loads, count, middle) >= work:
+                high = middle
+            else:
+                low = middle
+        best = _Estimate(high, count, tall, loads)
+        if tall.ops and self.bubbles > 0.0:
+            low = max(op.seconds for op in tall.ops) * (1.0 + self.bubbles)
+            for _ in range(_HALVINGS_TOGETHER):
+                middle = (low + high) / 2.0
+                loads = self.together(tall.ops, count, middle)
+                if loads and self.has_room(tall, loads, count) and self.room(loads, count, middle) >= work:
+                    high = middle
+                    best = _Estimate(high, count, tall, loads)
+                else:
+                    low = middle
+        return best
+
+    def make_tall(self, limit: float, tall: float) -> _Tall:
+        """Sequences that take more than ``tall`` seconds alone: on more ranks where it is more than ``limit``."""
+        scratch, smallest = self.scratch, self.smallest
+        first_rest = 0
+        while first_rest < len(scratch.lengths) and smallest.alone[first_rest] > tall:
+            first_rest += 1
+        chosen = choose_levels_under(scratch, range(first_rest), limit)
+        ops: list[GrowingOp] = []
+        for made in wide_ops(scratch, range(first_rest), chosen, limit):
+            ops.extend(sorted(made, key=lambda op: -op.seconds))
+        for i in range(first_rest):
+            if chosen[i] is smallest:
+                ops.append(GrowingOp(smallest))
+                ops[-1].add(scratch, i)
+        return _Tall(ops, first_rest)
+
+    def no_loads(self) -> _Loads:
+        """Empty columns."""
+        return _Loads([0.0] * self.num, [0.0] * self.num, [0] * self.num, [])
+
+    def put(self, loads: _Loads, first: int, op: GrowingOp) -> None:
+        """Run ``op`` on the columns from ``first`` on."""
+        for column in range(first, first + op.level.cp_size // self.width):
+            loads.seconds[column] += op.seconds
+            loads.longest[column] = max(loads.longest[column], op.seconds)
+            loads.used[column] += 1
+        loads.where.append(first)
+
+    def apart(self, ops: list[GrowingOp], count: int) -> _Loads | None:
+        """Each op where least has run so far; columns of one block always have the same."""
+        loads = self.no_loads()
+        heap: list[tuple[float, int]] = []
+        size = 0
+        for op in ops:
+            if op.level.cp_size != size:
+                size = op.level.cp_size
+                heap = [
+                    (loads.seconds[first] + self.bubbles * loads.longest[first], first)
+                    for first in range(0, self.num, size // self.width)
+                    if loads.used[first] < count
+                ]
+                heapq.heapify(heap)
+            if not heap:
+                return None
+            first = heap[0][1]
+            self.put(loads, first, op)
+            if loads.used[first] < count:
+                heapq.heapreplace(heap, (loads.seconds[first] + self.bubbles * loads.longest[first], first))
+            else:
+                heapq.heappop(heap)
+        return loads
+
+    def together(self, ops: list[GrowingOp], count: int, step: float) -> _Loads | None:
+        """Ops in as few columns as a step of ``step`` seconds allows; None if that is more than there are."""
+        loads = self.no_loads()
+        first = 0
+        for op in ops:
+            while first < self.num:
+                longest = max(loads.longest[first], op.seconds)
+                if loads.used[first] < count and loads.seconds[first] + op.seconds + self.bubbles * longest <= step:
+                    break
+                first += op.level.cp_size // self.width
+            if first >= self.num:
+                return None
+            self.put(loads, first, op)
+        return loads
+
+    def has_room(self, tall: _Tall, loads: _Loads, count: int) -> bool:
+        """Whether all other sequences fit into what is left, by tokens and number."""
+        left = sum(count - used for used in loads.used)
+        others = len(self.scratch.lengths) - tall.first_rest
+        tokens = self.tokens_from[tall.first_rest]
+        return tokens <= left * self.smallest.token_cap and others <= left * self.scratch.max_sequences
+
+    def target(self, loads: _Loads, column: int, count: int, step: float) -> float:
+        """Seconds that each microbatch still free in ``column`` may take."""
+        left = count - loads.used[column]
+        seconds = (step - loads.seconds[column] - self.bubbles * loads.longest[column]) / left
+        if seconds > loads.longest[column]:
+            # They are the longest then, and paid for once more.
+            return (step - loads.seconds[column]) / (left + self.bubbles)
+        return seconds
+
+    def room(self, loads: _Loads, count: int, step: float) -> float:
+        """Work that fits into the free microbatches of all columns, seconds."""
+        room = 0.0
+        for column in range(self.num):
+            left = count - loads.used[column]
+            if left:
+                room += left * max(self.target(loads, column, count, step) - self.overhead, 0.0)
+        return room
+
+    def fill(self, estimate: _Estimate) -> tuple[float, list[PlacedOp]]:
+        """The step and the ops: others to columns, longest first where most room is left, then evenly in each.
+
+        The step is infinite where tokens do not fit.
+        """
+        scratch, count, loads = self.scratch, estimate.count, estimate.loads
+        members = self.split(estimate)
+        if members is None:
+            return math.inf, []
+        placed: list[PlacedOp] = [
+            (first * self.width, op.level.cp_size, [scratch.sample_ids[i] for i in op.members])
+            for op, first in zip(estimate.tall.ops, loads.where, strict=True)
+        ]
+        empty = scratch.seconds(0, 0.0, self.width)
+        step = 0.0
+        for column in range(self.num):
+            ops = [GrowingOp(self.smallest, seconds=empty) for _ in range(count - loads.used[column])]
+            if not fill_lowest(scratch, members[column], ops, [0.0] * len(ops)):
+                return math.inf, []
+            seconds, longest = loads.seconds[column], loads.longest[column]
+            for op in ops:
+                seconds += op.seconds
+                longest = max(longest, op.seconds)
+                placed.append((column * self.width, self.width, [scratch.sample_ids[i] for i in op.members]))
+            step = max(step, seconds + self.bubbles * longest)
+        return step, placed
+
+    def split(self, estimate: _Estimate) -> list[list[int]] | None:
+        """Sequences of each column that are in no tall op; None where tokens do not fit."""
+        scratch, count, loads = self.scratch, estimate.count, estimate.loads
+        members: list[list[int]] = [[] for _ in range(self.num)]
+        heap: list[tuple[float, int]] = []
+        tokens, slots = [0] * self.num, [0] * self.num
+        for column in range(self.num):
+            left = count - loads.used[column]
+            tokens[column], slots[column] = left * self.smallest.token_cap, left * scratch.max_sequences
+            if left:
+                target = self.target(loads, column, count, estimate.step)
+                heap.append((-(left * (target - self.overhead)), column))
+        heapq.heapify(heap)
+        #: Columns too full for the current length, by the length that they can take.
+        parked: list[tuple[int, int, float]] = []
+        for i in range(estimate.tall.first_rest, len(scratch.lengths)):
+            length = self.smallest.padded[i]
+            while parked and -parked[0][0] >= length:
+                _, column, key = heapq.heappop(parked)
+                heapq.heappush(heap, (key, column))
+            while heap:
+                key, column = heap[0]
+                if length <= tokens[column] and slots[column]:
+                    break
+                heapq.heappop(heap)
+                if slots[column]:
+                    heapq.heappush(parked, (-tokens[column], column, key))
+            if not heap:
+                return None
+            members[column].append(i)
+            tokens[column] -= length
+            slots[column] -= 1
+            heapq.heapreplace(heap, (key + self.work(i), column))
+        return members
