@@ -285,17 +285,31 @@ class Columns {
     bool together(const GrowingOps& ops, std::int64_t count, double step, Loads& loads) const {
         loads.columns.assign(num_, {});
         loads.where.clear();
-        std::size_t first = 0;
+        std::size_t first = 0, size = 0;
+        std::int32_t level = -1;
+        Column own;  // of all columns from `first` on for `size`
+        const auto leave = [&] { std::fill_n(loads.columns.begin() + static_cast<std::ptrdiff_t>(first), size, own); };
         for (const GrowingOp& op : ops) {
-            const std::size_t size = columns_of(op);
-            for (; first < num_; first += size) {
-                const Column& column = loads.columns[first];
-                const double longest = std::max(column.longest, op.seconds);
-                if (column.used < count && column.seconds + op.seconds + bubbles_ * longest <= step) break;
+            if (op.level != level) {
+                leave();
+                level = op.level;
+                size = columns_of(op);
+                own = loads.columns[first];
             }
-            if (first >= num_) return false;
-            put(loads, first, op, size);
+            double longest = std::max(own.longest, op.seconds);
+            while (own.used >= count || own.seconds + op.seconds + bubbles_ * longest > step) {
+                leave();
+                first += size;
+                if (first >= num_) return false;
+                own = loads.columns[first];
+                longest = std::max(own.longest, op.seconds);
+            }
+            own.seconds += op.seconds;
+            own.longest = longest;
+            ++own.used;
+            loads.where.push_back(static_cast<std::int32_t>(first));
         }
+        leave();
         return true;
     }
 
@@ -314,11 +328,18 @@ class Columns {
     }
 
     double room(const Loads& loads, std::int64_t count, double step) const {
-        double room = 0.0;
+        double room = 0.0, own = 0.0;
+        const Column* before = nullptr;
         for (const Column& column : loads.columns) {
             const std::int64_t slots = left(column, count);
             if (slots == 0) continue;
-            room += static_cast<double>(slots) * std::max(target(column, count, step) - overhead_, 0.0);
+            // Neighbours often have the same.
+            if (before == nullptr || column.seconds != before->seconds || column.longest != before->longest ||
+                column.used != before->used) {
+                own = static_cast<double>(slots) * std::max(target(column, count, step) - overhead_, 0.0);
+            }
+            before = &column;
+            room += own;
         }
         return room;
     }

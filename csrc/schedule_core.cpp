@@ -6,6 +6,11 @@
 #include "schedule_sort.h"
 
 namespace tdp::schedule {
+namespace {
+
+constexpr std::int64_t kLengthClasses = 4096;
+
+}  // namespace
 
 Scratch::Scratch(const Problem& p) : problem(p), ids(p.count), lengths(p.count), padded(p.count), squares(p.count) {
     std::vector<RadixOrder::Entry> order(p.count);
@@ -23,6 +28,25 @@ Scratch::Scratch(const Problem& p) : problem(p), ids(p.count), lengths(p.count),
         padded[i] = levels[0].padded(lengths[i]);
         squares[i] = p.cost.squares(padded[i]);
     }
+    const std::int64_t longest = p.count == 0 ? 0 : lengths[0];
+    while (longest >> shift_ >= kLengthClasses) ++shift_;
+    first_.assign(static_cast<std::size_t>(longest >> shift_) + 1, 0);
+    std::size_t number = first_.size();
+    for (std::size_t i = 0; i < p.count; ++i) {
+        const auto own = static_cast<std::size_t>(lengths[i] >> shift_);
+        while (number > own) first_[--number] = static_cast<std::int32_t>(i);
+    }
+    while (number > 0) first_[--number] = static_cast<std::int32_t>(p.count);
+}
+
+std::size_t Scratch::first_not_longer(std::int64_t length) const {
+    if (length < 0) return lengths.size();
+    const auto number = static_cast<std::size_t>(length >> shift_);
+    if (number >= first_.size()) return 0;
+    const auto begin = lengths.begin() + first_[number];
+    const auto end = number == 0 ? lengths.end() : lengths.begin() + first_[number - 1];
+    const auto at = std::partition_point(begin, end, [&](std::int64_t other) { return other > length; });
+    return static_cast<std::size_t>(at - lengths.begin());
 }
 
 std::vector<double> Scratch::times_of_longest() const {

@@ -135,6 +135,13 @@ class Scratch {
         return best;
     }
     std::int64_t room(const Level& level, std::int64_t tokens, double squares, double limit) const;
+    // The first sequence of at most `length` tokens, or how many there are.
+    std::size_t first_not_longer(std::int64_t length) const;
+
+   private:
+    // first_[b]: the first sequence with (length >> shift_) <= b.
+    std::vector<std::int32_t> first_;
+    int shift_ = 0;
 };
 
 // A binary heap of (key, number) pairs whose least can be replaced in one go. Pairs are distinct, so the order in which

@@ -17,7 +17,7 @@ void Alive::sum_up(const Scratch& scratch) {
     }
 }
 
-bool EvenWaveBuilder::build(const Alive& alive, std::int64_t count, double limit, EvenWaves& made) {
+bool EvenWaveBuilder::start(const Alive& alive, std::int64_t count, double limit, EvenWaves& made) {
     const Level& smallest = scratch_.levels[0];
     const auto first_narrow =
         std::partition_point(alive.numbers.begin(), alive.numbers.end(), [&](std::int32_t i) {
@@ -57,6 +57,12 @@ bool EvenWaveBuilder::build(const Alive& alive, std::int64_t count, double limit
         fresh_.push_back({empty.seconds - empty.target, first, static_cast<std::int32_t>(slots)});
         made.ops.insert(made.ops.end(), static_cast<std::size_t>(slots), empty);
     }
+    seconds_ = 0.0;
+    for (const double seconds : time_) seconds_ += std::max(seconds, level_time);
+    return true;
+}
+
+bool EvenWaveBuilder::fill(EvenWaves& made) {
     if (!lowest_.run(scratch_, rest_.data(), rest_.size(), fresh_, made.ops, made.op_of)) return false;
     deal(made);
     return true;

@@ -4,6 +4,12 @@
 #include "schedule_waves.h"
 
 namespace tdp::schedule {
+namespace {
+
+// With fewer ops heaps are as good.
+constexpr std::size_t kFewestForBuckets = 64;
+
+}  // namespace
 
 std::int32_t Rooms::open(std::size_t level, std::size_t i) {
     ops_.push_back({});
@@ -55,28 +61,55 @@ void wide_ops(const Scratch& scratch, const Numbers& alive, const std::vector<st
     }
 }
 
-void LowestFill::find_top() {
-    source_ = Source::none;
-    if (group_ < fresh_->size()) {
+void LowestFill::start(const std::vector<FreshOps>& fresh, std::size_t count) {
+    fresh_ = &fresh;
+    group_ = 0;
+    within_ = 0;
+    least_.clear();
+    few_ = count < kFewestForBuckets;
+    parked_few_.clear();
+    for (const std::size_t i : touched_) parked_[i] = -1;
+    touched_.clear();
+    woken_ = 0;
+    next_.resize(count);
+    keys_.resize(count);
+    heads_.assign(few_ ? 1 : count, -1);
+    bucket_ = 0;
+    // Keys are below 0 until an op is full; what is above shares the last bucket.
+    lowest_ = fresh.empty() ? 0.0 : fresh.front().key;
+    scale_ = lowest_ < 0.0 ? static_cast<double>(heads_.size()) / -lowest_ : 0.0;
+}
+
+std::size_t LowestFill::bucket_of(double key) const {
+    const double at = (key - lowest_) * scale_;
+    if (!(at > 0.0)) return 0;
+    return at < static_cast<double>(heads_.size()) ? static_cast<std::size_t>(at) : heads_.size() - 1;
+}
+
+bool LowestFill::find_top() {
+    const bool has_fresh = group_ < fresh_->size();
+    if (has_fresh) {
         const FreshOps& group = (*fresh_)[group_];
         top_ = {group.key, group.first + within_};
-        source_ = Source::fresh;
     }
-    if (!stack_.empty() && (source_ == Source::none || stack_.back() < top_)) {
-        top_ = stack_.back();
-        source_ = Source::stack;
+    while (least_.empty() && bucket_ + 1 < heads_.size()) {
+        // A fresh op before all that a bucket can hold needs no look into it.
+        if (has_fresh && bucket_of(top_.first) <= bucket_) break;
+        for (std::int32_t number = heads_[++bucket_]; number >= 0; number = next_[static_cast<std::size_t>(number)]) {
+            least_.push({keys_[static_cast<std::size_t>(number)], number});
+        }
+        heads_[bucket_] = -1;
     }
-    if (!heap_.empty() && (source_ == Source::none || heap_.top() < top_)) {
-        top_ = heap_.top();
-        source_ = Source::heap;
-    }
+    top_is_fresh_ = has_fresh && (least_.empty() || top_ < least_.top());
+    if (top_is_fresh_) return true;
+    if (least_.empty()) return false;
+    top_ = least_.top();
+    return true;
 }
 
 void LowestFill::pop() {
-    if (source_ == Source::heap) {
-        heap_.pop();
-    } else if (source_ == Source::stack) {
-        stack_.pop_back();
+    if (!top_is_fresh_) {
+        least_.pop();
     } else if (++within_ == (*fresh_)[group_].count) {
         ++group_;
         within_ = 0;
@@ -84,19 +117,44 @@ void LowestFill::pop() {
 }
 
 void LowestFill::insert(Item item) {
-    if (stack_.empty() || item < stack_.back()) {
-        stack_.push_back(item);
+    const std::size_t bucket = bucket_of(item.first);
+    const auto number = static_cast<std::size_t>(item.second);
+    keys_[number] = item.first;
+    if (bucket <= bucket_) {
+        least_.push(item);
     } else {
-        heap_.push(item);
+        next_[number] = heads_[bucket];
+        heads_[bucket] = static_cast<std::int32_t>(number);
     }
 }
 
-void LowestFill::replace_top(Item item) {
-    if (source_ == Source::heap && !stack_.empty() && stack_.back() < item) {
-        heap_.replace_top(item);
-    } else {
-        pop();
-        insert(item);
+void LowestFill::park(const Scratch& scratch, std::int64_t room) {
+    const std::size_t number = static_cast<std::size_t>(top_.second);
+    keys_[number] = top_.first;
+    if (few_) {
+        parked_few_.push({-room, top_.second});
+        return;
+    }
+    const std::size_t i = scratch.first_not_longer(room);
+    if (i == scratch.lengths.size()) return;
+    if (parked_.size() != scratch.lengths.size()) parked_.resize(scratch.lengths.size(), -1);
+    if (parked_[i] < 0) touched_.push_back(i);
+    next_[number] = parked_[i];
+    parked_[i] = static_cast<std::int32_t>(number);
+}
+
+void LowestFill::wake(std::size_t i) {
+    if (touched_.empty()) {
+        woken_ = i + 1;
+        return;
+    }
+    for (; woken_ <= i; ++woken_) {
+        for (std::int32_t number = parked_[woken_]; number >= 0;) {
+            const std::int32_t following = next_[static_cast<std::size_t>(number)];
+            insert({keys_[static_cast<std::size_t>(number)], number});
+            number = following;
+        }
+        parked_[woken_] = -1;
     }
 }
 
@@ -106,38 +164,32 @@ bool LowestFill::run(const Scratch& scratch, const std::int32_t* rest, std::size
     std::sort(fresh.begin(), fresh.end(), [](const FreshOps& x, const FreshOps& y) {
         return x.key != y.key ? x.key < y.key : x.first < y.first;
     });
-    fresh_ = &fresh;
-    group_ = 0;
-    within_ = 0;
-    stack_.clear();
-    heap_.clear();
-    parked_.clear();
-    parked_key_.resize(ops.size());
+    start(fresh, ops.size());
     for (std::size_t at = 0; at < count; ++at) {
         const auto i = static_cast<std::size_t>(rest[at]);
         const std::int64_t size = scratch.lengths[i];
-        while (!parked_.empty() && -parked_.top().first >= size) {
-            const std::int64_t number = parked_.top().second;
-            parked_.pop();
-            insert({parked_key_[static_cast<std::size_t>(number)], number});
+        if (!few_) wake(i);
+        while (!parked_few_.empty() && -parked_few_.top().first >= size) {
+            const std::int64_t number = parked_few_.top().second;
+            parked_few_.pop();
+            insert({keys_[static_cast<std::size_t>(number)], number});
         }
-        for (find_top(); source_ != Source::none; find_top()) {
+        bool found = find_top();
+        for (; found; found = find_top()) {
             const GrowingOp& op = ops[static_cast<std::size_t>(top_.second)];
             const Level& level = scratch.levels[static_cast<std::size_t>(op.level)];
             const std::int64_t room = level.token_cap - op.tokens;  // both whole pad multiples
             const bool open = op.count < max_sequences;
             if (size <= room && open) break;
             pop();
-            if (open) {
-                parked_key_[static_cast<std::size_t>(top_.second)] = top_.first;
-                parked_.push({-room, top_.second});
-            }
+            if (open) park(scratch, room);
         }
-        if (source_ == Source::none) return false;
+        if (!found) return false;
         GrowingOp& op = ops[static_cast<std::size_t>(top_.second)];
         op.add(scratch, i);
         op_of[i] = static_cast<std::int32_t>(top_.second);
-        replace_top({op.seconds - op.target, top_.second});
+        pop();
+        insert({op.seconds - op.target, top_.second});
     }
     return true;
 }

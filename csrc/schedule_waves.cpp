@@ -1,5 +1,7 @@
 // `waves`: see tdp_megatron/schedule/waves.py, which is the reference.
 #include <algorithm>
+#include <iterator>
+#include <map>
 #include <memory>
 #include <numeric>
 #include <set>
@@ -23,17 +25,19 @@ struct Candidate {
 };
 
 constexpr std::int64_t kEffort = std::int64_t{1} << 16;
-constexpr std::int64_t kFewestCandidates = 16, kMostCandidates = 96;
+constexpr std::int64_t kFewestCandidates = 10, kMostCandidates = 96, kThorough = 24;
 constexpr double kGoodEnough = 1.002;
-constexpr int kPatience = 3, kMostTallWaves = 12;
+constexpr std::size_t kMostTallWaves = 12, kProbes[] = {8, 12, 4, 2, 1, 0}, kAroundOfLarge = 2;
 const std::vector<double> kStretches = {1.0, 1.25, 1.5};
+constexpr std::pair<std::int64_t, double> kAround[] = {{1, 1.0}, {2, 1.0}, {0, 1.25}, {1, 1.25}, {0, 1.5}, {3, 1.0}};
 
 class Searcher {
    public:
     Searcher(const Scratch& scratch, const Search& search)
         : scratch_(scratch), problem_(scratch.problem), search_(search), even_(scratch) {
         const std::int64_t size = static_cast<std::int64_t>(problem_.count) + 4 * problem_.num_ranks;
-        left_ = std::min(std::max(kEffort / size, kFewestCandidates), kMostCandidates);
+        thorough_ = kEffort / size >= kThorough;
+        left_ = thorough_ ? std::min(kEffort / size, kMostCandidates) : kFewestCandidates;
         good_enough_ = search.lower_bound * kGoodEnough;
         times_ = scratch.times_of_longest();
     }
@@ -132,13 +136,20 @@ class Searcher {
         if (head.seconds + mean * static_cast<double>(count) >= best_seconds_) return kInfinity;
         for (const double stretch : stretches) {
             if (left_ <= 0) return kInfinity;
+            if (!even_.start(*head.alive, count, stretch * mean, tried_.even)) continue;
+            const double hoped = head.seconds + even_.seconds();
+            const double gap = head.waves.size() < gap_at_ ? gap_ : gap_ / 2.0;
+            if (hoped + gap >= best_seconds_) return kInfinity;
             --left_;
-            if (even_.build(*head.alive, count, stretch * mean, tried_.even)) {
-                tried_.head = head;
-                const double before = best_seconds_, seconds = offer();
-                if (seconds < before) best_head_ = head;
-                return seconds;
+            if (!even_.fill(tried_.even)) continue;
+            tried_.head = head;
+            const double before = best_seconds_, seconds = offer();
+            if (seconds < before) best_head_ = head;
+            if (!thorough_ && (gap_ == 0.0 || seconds - hoped < gap_)) {
+                gap_ = std::max(seconds - hoped, 0.0);
+                gap_at_ = head.waves.size();
             }
+            return seconds;
         }
         return kInfinity;
     }
@@ -184,31 +195,55 @@ class Searcher {
         offer();
     }
 
+    // Fills up `number` tall waves with even ones, unless they alone take too long.
+    void probe(std::size_t number, double limit) {
+        while (heads_.size() <= number) {
+            const Head& last = heads_.back();
+            if (last.alive->numbers.empty() || last.seconds >= best_seconds_ || done()) return;
+            Head head = last;
+            make_taller(head, limit);
+            if (head.alive->numbers.empty()) offer_tall(head);
+            heads_.push_back(std::move(head));
+        }
+        const Head& head = heads_[number];
+        if (head.alive->numbers.empty() || done()) return;
+        if (!seen_.emplace(head.waves.size(), head.alive->numbers.size(), head.seconds).second) return;
+        results_[number] = evenly(head, 0, kStretches);
+    }
+
     void tall_then_even() {
         const Head all = everything();
         std::vector<double> limits;
         if (times_.size() > 1) limits.push_back(times_[1]);
         limits.push_back(times_[0]);
         for (std::size_t at = 2; at < times_.size() && at < 4; ++at) limits.push_back(times_[at]);
-        std::set<std::tuple<std::size_t, std::size_t, double>> seen;
-        for (std::size_t number = 0; number < limits.size(); ++number) {
-            Head head = all;
-            double shortest = kInfinity;
-            int worse = 0;
-            for (int step = 0; step <= kMostTallWaves; ++step) {
-                if (seen.emplace(head.waves.size(), head.alive->numbers.size(), head.seconds).second) {
-                    const double seconds = evenly(head, 0, kStretches);
-                    worse = seconds < shortest ? 0 : worse + 1;
-                    shortest = std::min(shortest, seconds);
-                }
-                make_taller(head, limits[number]);
-                if (head.alive->numbers.empty()) {
-                    offer_tall(head);
-                    break;
-                }
-                if (head.seconds >= best_seconds_ || worse >= kPatience || done()) break;
+        for (const double limit : limits) {
+            heads_.assign(1, all);
+            results_.clear();
+            if (thorough_) {
+                for (std::size_t number = 0; number <= kMostTallWaves; ++number) probe(number, limit);
+            } else {
+                for (const std::size_t number : kProbes) probe(number, limit);
             }
-            if (done() && number > 0) break;
+            std::int64_t nearest = -1;
+            double least = kInfinity;
+            for (const auto& [number, seconds] : results_) {
+                if (nearest < 0 || seconds < least) {
+                    nearest = static_cast<std::int64_t>(number);
+                    least = seconds;
+                }
+            }
+            for (const std::int64_t direction : {1, -1}) {
+                for (std::int64_t number = nearest + direction; number >= 0; number += direction) {
+                    const auto own = static_cast<std::size_t>(number);
+                    if (results_.find(own) != results_.end()) break;
+                    probe(own, limit);
+                    const auto found = results_.find(own);
+                    if (found == results_.end() || found->second >= least) break;
+                    least = found->second;
+                }
+            }
+            if (done()) break;
         }
         refine();
         if (!has_best_) {
@@ -219,9 +254,8 @@ class Searcher {
     }
 
     void refine() {
-        const std::pair<std::int64_t, double> around[] = {{0, 1.25}, {1, 1.0}, {1, 1.25},
-                                                          {0, 1.5},  {2, 1.0}, {3, 1.0}};
-        for (const auto& [extra, stretch] : around) {
+        for (std::size_t at = 0; at < (thorough_ ? std::size(kAround) : kAroundOfLarge); ++at) {
+            const auto& [extra, stretch] = kAround[at];
             if (done() || best_head_.alive == nullptr) return;
             evenly(Head(best_head_), extra * problem_.microbatches_multiple, {stretch});
         }
@@ -236,7 +270,14 @@ class Searcher {
     double good_enough_ = 0.0, best_seconds_ = kInfinity;
     Candidate tried_, best_;
     Head best_head_;  // of even waves
-    bool has_best_ = false;
+    bool has_best_ = false, thorough_ = false;
+    // By how much the step was longer than hoped for, and with how many tall waves.
+    double gap_ = 0.0;
+    std::size_t gap_at_ = 0;
+    // Of one time limit of tall waves: heads by their number, and the steps found.
+    std::vector<Head> heads_;
+    std::map<std::size_t, double> results_;
+    std::set<std::tuple<std::size_t, std::size_t, double>> seen_;
 };
 
 }  // namespace

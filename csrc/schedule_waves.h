@@ -83,23 +83,35 @@ class LowestFill {
 
    private:
     using Item = std::pair<double, std::int64_t>;
-    enum class Source { none, fresh, stack, heap };
 
-    void find_top();
+    void start(const std::vector<FreshOps>& fresh, std::size_t count);
+    bool find_top();
     void pop();
     void insert(Item item);
-    void replace_top(Item item);
+    std::size_t bucket_of(double key) const;
 
-    // The order is one of (key, number); three structures, since most keys come in falling order.
-    const std::vector<FreshOps>* fresh_ = nullptr;
+    // The order is one of (key, number). Keys rise from pop to pop, but for parked ones that come back, so that the
+    // least are in the heap of a few and all others in lists by bucket.
+    const std::vector<FreshOps>* fresh_ = nullptr;  // by key, then number
     std::size_t group_ = 0;
     std::int32_t within_ = 0;
-    std::vector<Item> stack_;  // falling
-    Heap<double> heap_;
+    Heap<double> least_;
+    std::vector<std::int32_t> heads_, next_;  // of the lists; -1 ends one
+    std::vector<double> keys_;
+    std::size_t bucket_ = 0;  // the last one that went to the heap
+    double lowest_ = 0.0, scale_ = 0.0;
     Item top_{};
-    Source source_ = Source::none;
-    Heap<std::int64_t> parked_;
-    std::vector<double> parked_key_;
+    bool top_is_fresh_ = false;
+    // Ops too full for the current length, in lists by the first sequence that they can take.
+    void park(const Scratch& scratch, std::int64_t room);
+    void wake(std::size_t i);
+
+    std::vector<std::int32_t> parked_;  // heads of the lists
+    std::vector<std::size_t> touched_;  // lists in use
+    std::size_t woken_ = 0;             // sequences whose lists are empty
+    // The same for a few ops.
+    Heap<std::int64_t> parked_few_;
+    bool few_ = false;
 };
 
 // A wave as long as its longest sequence takes.
@@ -132,8 +144,12 @@ class EvenWaveBuilder {
    public:
     explicit EvenWaveBuilder(const Scratch& scratch) : scratch_(scratch), alone_(scratch) {}
 
-    // False where the sequences do not fit into `count` waves.
-    bool build(const Alive& alive, std::int64_t count, double limit, EvenWaves& made);
+    // Fills only the ops on more than the fewest ranks; false where they do not fit into `count` waves.
+    bool start(const Alive& alive, std::int64_t count, double limit, EvenWaves& made);
+    // What all waves of the last start take when every op reaches its target.
+    double seconds() const { return seconds_; }
+    // Fills the others; false where the tokens do not fit.
+    bool fill(EvenWaves& made);
 
    private:
     bool deal_wide(const Alive& alive, std::int64_t count, EvenWaves& made);
@@ -149,6 +165,7 @@ class EvenWaveBuilder {
     std::vector<std::int64_t> free_;
     std::vector<double> time_;
     std::size_t used_ = 0;  // waves with a wide op
+    double seconds_ = 0.0;
     std::vector<FreshOps> fresh_;
     std::vector<std::vector<RadixOrder::Entry>> queues_;
     GrowingOps sorted_;

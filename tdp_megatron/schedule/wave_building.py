@@ -12,6 +12,7 @@ from tdp_megatron.schedule.packs import PlacedOp
 
 __all__ = [
     "GrowingOp",
+    "UnfilledWaves",
     "Wave",
     "choose_levels_under",
     "deal",
@@ -138,8 +139,28 @@ def _first_not_longer(scratch: Scratch, alive: list[int], low: int, length: int)
     return low
 
 
-def even_waves(scratch: Scratch, alive: list[int], count: int, limit: float) -> list[Wave] | None:
-    """``count`` waves that all take about the same time, or None where the sequences do not fit into so many.
+@dataclass(slots=True)
+class UnfilledWaves:
+    """Even waves of which only the ops on more than the fewest ranks are filled."""
+
+    scratch: Scratch
+    ops: list[GrowingOp]
+    targets: list[float]
+    """Seconds up to which each op should be filled."""
+    rest: list[int]
+    """Sequences that are in no op yet."""
+    seconds: float
+    """What all waves take when every op reaches its target."""
+
+    def fill(self) -> list[Wave] | None:
+        """The waves, or None where the tokens do not fit."""
+        if not fill_lowest(self.scratch, self.rest, self.ops, self.targets):
+            return None
+        return deal(self.scratch, self.ops)
+
+
+def even_waves(scratch: Scratch, alive: list[int], count: int, limit: float) -> UnfilledWaves | None:
+    """``count`` waves that all take about the same time, or None where the longest sequences do not fit into so many.
 
     Sequences that would take more than ``limit`` seconds get a larger CP size and are packed first; their waves are
     dealt by falling time. The others then go, longest first, to the op that is furthest below its target: the time of
@@ -181,9 +202,10 @@ def even_waves(scratch: Scratch, alive: list[int], count: int, limit: float) -> 
     used = max(wave_of[: len(wide)], default=-1) + 1
     level_time = _water_level(scratch, ops[: len(wide)], wave_of, time[:used], free, work)
     targets = [max(time[wave], level_time) for wave in wave_of]
-    if not fill_lowest(scratch, rest, ops, targets):
-        return None
-    return deal(scratch, ops)
+    seconds = 0.0
+    for wave in range(count):
+        seconds += max(time[wave], level_time)
+    return UnfilledWaves(scratch, ops, targets, rest, seconds)
 
 
 def choose_levels_under(scratch: Scratch, alive: Iterable[int], limit: float) -> dict[int, Level]:

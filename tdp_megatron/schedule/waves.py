@@ -19,13 +19,17 @@ __all__ = ["waves", "waves_reference"]
 
 #: Sequences and slots that all candidates together may touch, so that planning time stays bounded.
 _EFFORT = 1 << 16
-_FEWEST_CANDIDATES = 16
+_FEWEST_CANDIDATES = 10
 _MOST_CANDIDATES = 96
 #: A step this close to the lower bound ends the search.
 _GOOD_ENOUGH = 1.002
-#: Tall waves tried after the best so far.
-_PATIENCE = 3
+#: With at least this many candidates all numbers of tall waves are tried.
+_THOROUGH = 24
 _MOST_TALL_WAVES = 12
+#: Numbers of tall waves tried otherwise: most often many are best.
+_PROBES = (8, 12, 4, 2, 1, 0)
+#: Even waves beyond the fewest, and time limits over their mean, tried around the best so far.
+_AROUND = ((1, 1.0), (2, 1.0), (0, 1.25), (1, 1.25), (0, 1.5), (3, 1.0))
 #: Time limit of a sequence alone over the mean time of a wave.
 _STRETCHES = (1.0, 1.25, 1.5)
 
@@ -80,7 +84,11 @@ class _Search:
         self.capacity = problem.layout.num_ranks * problem.layout.tokens_per_rank_limit
         self.good_enough = lower_bound(problem.seqlens, problem.layout, problem.cost) * _GOOD_ENOUGH
         size = len(scratch.lengths) + 4 * scratch.num_ranks
-        self.left = min(max(_EFFORT // size, _FEWEST_CANDIDATES), _MOST_CANDIDATES)
+        self.thorough = _EFFORT // size >= _THOROUGH
+        self.left = min(_EFFORT // size, _MOST_CANDIDATES) if self.thorough else _FEWEST_CANDIDATES
+        #: By how much the step was longer than hoped for; with fewer tall waves it is by more.
+        self.gap = 0.0
+        self.gap_at = 0
         self.best_seconds = math.inf
         self.best_ops: list[PlacedOp] = []
         #: Of the best even waves so far.
@@ -120,13 +128,22 @@ class _Search:
         for stretch in stretches:
             if self.left <= 0:
                 return math.inf
+            unfilled = even_waves(self.scratch, head.alive, count, stretch * mean)
+            if unfilled is None:
+                continue
+            hoped = head.seconds + unfilled.seconds
+            gap = self.gap if len(head.waves) < self.gap_at else self.gap / 2.0
+            if hoped + gap >= self.best_seconds:
+                return math.inf
             self.left -= 1
-            made = even_waves(self.scratch, head.alive, count, stretch * mean)
+            made = unfilled.fill()
             if made is not None:
                 before = self.best_seconds
                 seconds = self.offer([*head.waves, *made])
                 if seconds < before:
                     self.best_head = head
+                if not self.thorough and (self.gap == 0.0 or seconds - hoped < self.gap):
+                    self.gap, self.gap_at = max(seconds - hoped, 0.0), len(head.waves)
                 return seconds
         return math.inf
 
@@ -153,23 +170,21 @@ class _Search:
         # Twice the CP size that the longest sequence needs is best most often, so it goes first.
         limits = [*times[1:2], *times[:1], *times[2:4]]
         seen: set[tuple[int, int, float]] = set()
-        for number, limit in enumerate(limits):
-            head = _Head([], 0.0, everything)
-            shortest, worse = math.inf, 0
-            for _ in range(_MOST_TALL_WAVES + 1):
-                key = (len(head.waves), len(head.alive), head.seconds)
-                if key not in seen:
-                    seen.add(key)
-                    seconds = self.evenly(head, 0, _STRETCHES)
-                    worse = 0 if seconds < shortest else worse + 1
-                    shortest = min(shortest, seconds)
-                head = self.taller(head, limit)
-                if not head.alive:
-                    self.offer(head.waves)
-                    break
-                if head.seconds >= self.best_seconds or worse >= _PATIENCE or self.done:
-                    break
-            if self.done and number > 0:
+        for limit in limits:
+            heads = [_Head([], 0.0, everything)]
+            tried: dict[int, float] = {}
+            for number in range(_MOST_TALL_WAVES + 1) if self.thorough else _PROBES:
+                self.probe(heads, number, limit, tried, seen)
+            nearest = min(tried, key=lambda number: (tried[number], number), default=-1)
+            for direction in (1, -1):
+                number = nearest + direction
+                while number >= 0 and number not in tried:
+                    self.probe(heads, number, limit, tried, seen)
+                    if number not in tried or tried[number] >= tried[nearest]:
+                        break
+                    nearest = number
+                    number += direction
+            if self.done:
                 break
         self.refine()
         if not self.best_ops:
@@ -179,13 +194,35 @@ class _Search:
                 head = self.taller(head, times[0])
             self.offer(head.waves)
 
+    def probe(
+        self,
+        heads: list[_Head],
+        number: int,
+        limit: float,
+        tried: dict[int, float],
+        seen: set[tuple[int, int, float]],
+    ) -> None:
+        """Fill up ``number`` tall waves with even ones, unless they alone take too long; the step goes to ``tried``."""
+        while len(heads) <= number:
+            if not heads[-1].alive or heads[-1].seconds >= self.best_seconds or self.done:
+                return
+            heads.append(self.taller(heads[-1], limit))
+            if not heads[-1].alive:
+                self.offer(heads[-1].waves)
+        head = heads[number]
+        key = (len(head.waves), len(head.alive), head.seconds)
+        if not head.alive or self.done or key in seen:
+            return
+        seen.add(key)
+        tried[number] = self.evenly(head, 0, _STRETCHES)
+
     def taller(self, head: _Head, limit: float) -> _Head:
         wave, alive = tall_wave(self.scratch, head.alive, limit)
         return _Head([*head.waves, wave], head.seconds + max(op.seconds for op in wave), alive)
 
     def refine(self) -> None:
         """More even waves, or longer sequences on fewer ranks, around the best so far."""
-        for extra, stretch in ((0, 1.25), (1, 1.0), (1, 1.25), (0, 1.5), (2, 1.0), (3, 1.0)):
+        for extra, stretch in _AROUND if self.thorough else _AROUND[:2]:
             if self.done or self.best_head is None:
                 return
             self.evenly(self.best_head, extra * self.multiple, (stretch,))
