@@ -8,7 +8,8 @@
 namespace tdp::schedule {
 namespace {
 
-constexpr int kHalvings = 20, kHalvingsTogether = 10, kDoublings = 64;
+constexpr int kHalvings = 20, kHalvingsTogether = 14, kDoublings = 64;
+constexpr double kFar = 1.02, kFewOthers = 0.2;
 constexpr double kTall = 1.1;
 constexpr double kStretches[] = {1.0, 1.5};
 constexpr std::size_t kRules = 2;
@@ -48,6 +49,7 @@ class Columns {
     Columns(const Scratch& scratch, double bubbles)
         : scratch_(scratch),
           bubbles_(bubbles),
+          always_apart_(bubbles == 0.0),
           width_(scratch.levels[0].k),
           num_(static_cast<std::size_t>(scratch.problem.num_ranks / width_)),
           alone_(scratch) {
@@ -70,12 +72,11 @@ class Columns {
         std::vector<Rule> rules;
         for (const double time : times_) rules.push_back({time, 0.0});
         for (const double stretch : kStretches) rules.push_back({times_.back(), stretch});
-        std::vector<std::pair<double, std::size_t>> ranked;
-        for (std::size_t number = 0; number < rules.size(); ++number) {
-            const auto made = estimate(rules[number], start);
-            ranked.emplace_back(made ? made->step : kInfinity, number);
+        auto ranked = rank(rules, start);
+        if (ranked.empty() && !always_apart_) {
+            always_apart_ = true;
+            ranked = rank(rules, start);
         }
-        std::sort(ranked.begin(), ranked.end());
         double best_seconds = kInfinity;
         Ops best;
         int fills = kMostFills;
@@ -94,11 +95,13 @@ class Columns {
                 if (candidate->first > promising) continue;
                 if (fills == 0 || worse == kPatience || candidate->second->step >= best_seconds) break;
                 --fills;
-                const double seconds = fill(*candidate->second);
+                Estimate& chosen = *candidate->second;
+                if (work_from_[chosen.tall->first_rest] < kFewOthers * work_from_[0]) estimate_apart(chosen);
+                const double seconds = fill(chosen);
                 worse = seconds < best_seconds ? 0 : worse + 1;
                 if (seconds < best_seconds) {
                     best_seconds = seconds;
-                    best = ops_of(*candidate->second);
+                    best = ops_of(chosen);
                 }
             }
         }
@@ -108,6 +111,18 @@ class Columns {
    private:
     double work(std::size_t i) const { return scratch_.work(i) / static_cast<double>(width_); }
     std::int64_t left(const Column& column, std::int64_t count) const { return count - column.used; }
+
+    std::vector<std::pair<double, std::size_t>> rank(const std::vector<Rule>& rules, std::int64_t count) {
+        std::vector<std::pair<double, std::size_t>> ranked;
+        for (std::size_t number = 0; number < rules.size(); ++number) {
+            const double most = ranked.size() < kRules ? kInfinity : ranked[kRules - 1].first;
+            if (const auto made = estimate(rules[number], count, most)) {
+                ranked.emplace_back(made->step, number);
+                std::sort(ranked.begin(), ranked.end());
+            }
+        }
+        return ranked;
+    }
 
     void counts(std::int64_t& fewest, std::int64_t& most, std::int64_t& start) const {
         const Problem& problem = scratch_.problem;
@@ -125,9 +140,9 @@ class Columns {
         start = round_up(static_cast<std::int64_t>(clamped), multiple);
     }
 
-    std::map<std::int64_t, std::shared_ptr<const Estimate>> climb(const Rule& rule, std::int64_t start,
+    std::map<std::int64_t, std::shared_ptr<Estimate>> climb(const Rule& rule, std::int64_t start,
                                                                   std::int64_t fewest, std::int64_t most) {
-        std::map<std::int64_t, std::shared_ptr<const Estimate>> known;
+        std::map<std::int64_t, std::shared_ptr<Estimate>> known;
         const std::int64_t multiple = scratch_.problem.microbatches_multiple;
         double best = kInfinity;
         for (const bool upwards : {false, true}) {
@@ -135,7 +150,7 @@ class Columns {
             int worse = 0;
             for (int step = 0; step < kMostSteps; ++step) {
                 if (known.find(at) == known.end()) {
-                    auto made = estimate(rule, at);
+                    auto made = estimate(rule, at, best * kFar);
                     if (made == nullptr || made->step >= best) {
                         ++worse;
                     } else {
@@ -154,43 +169,67 @@ class Columns {
         return known;
     }
 
-    std::shared_ptr<const Estimate> estimate(const Rule& rule, std::int64_t count) {
+    std::shared_ptr<Estimate> estimate(const Rule& rule, std::int64_t count, double most) {
         const double mean = mean_work_ / static_cast<double>(count) + scratch_.problem.cost.c0;
         const double limit = std::max(rule.time, rule.stretch * mean);
         const auto tall = make_tall(limit, std::min(kTall * mean, limit));
-        Loads loads;
-        if (!apart(tall->ops, count, loads) || !has_room(*tall, loads, count)) return nullptr;
-        const double work = work_from_[tall->first_rest];
+        auto best = std::make_shared<Estimate>();
+        best->step = most;
+        best->count = count;
+        best->tall = tall;
+        if (always_apart_ || tall->ops.empty()) {
+            estimate_apart(*best);
+        } else {
+            estimate_together(*best);
+        }
+        return best->step < most ? best : nullptr;
+    }
+
+    void estimate_apart(Estimate& best) {
+        const double work = work_from_[best.tall->first_rest];
+        const std::int64_t count = best.count;
+        if (!apart(best.tall->ops, count, spare_) || !has_room(*best.tall, spare_, count)) return;
         double low = 0.0;
-        for (const Column& column : loads.columns) low = std::max(low, column.seconds + bubbles_ * column.longest);
+        for (const Column& column : spare_.columns) low = std::max(low, value(column));
+        if (low >= best.step || room(spare_, count, best.step) < work) return;
         double high = low + (mean_work_ + static_cast<double>(count) * overhead_) * (1.0 + bubbles_);
-        int doubling = 0;
-        for (; doubling < kDoublings && room(loads, count, high) < work; ++doubling) {
+        for (int doubling = 0; room(spare_, count, high) < work; ++doubling) {
+            if (doubling == kDoublings) return;
             low = high;
             high = 2.0 * high;
         }
-        if (doubling == kDoublings) return nullptr;
         for (int halving = 0; halving < kHalvings; ++halving) {
             const double middle = (low + high) / 2.0;
-            (room(loads, count, middle) >= work ? high : low) = middle;
+            (room(spare_, count, middle) >= work ? high : low) = middle;
         }
-        auto best = std::make_shared<Estimate>(Estimate{high, count, tall, std::move(loads)});
-        if (tall->ops.empty() || bubbles_ <= 0.0) return best;
+        if (high >= best.step) return;
+        best.step = high;
+        std::swap(best.loads, spare_);
+    }
+
+    void estimate_together(Estimate& best) {
+        const double work = work_from_[best.tall->first_rest];
+        const std::int64_t count = best.count;
         double longest = 0.0;
-        for (const GrowingOp& op : tall->ops) longest = std::max(longest, op.seconds);
-        low = longest * (1.0 + bubbles_);
-        for (int halving = 0; halving < kHalvingsTogether; ++halving) {
-            const double middle = (low + high) / 2.0;
-            if (together(tall->ops, count, middle, spare_) && has_room(*tall, spare_, count) &&
+        for (const GrowingOp& op : best.tall->ops) longest = std::max(longest, op.seconds);
+        const double evenly = mean_work_ + static_cast<double>(count) * overhead_;
+        double low = std::max(longest * (1.0 + bubbles_), mean_work_);
+        double high = std::min(best.step, 2.0 * (longest * (1.0 + bubbles_) + evenly));
+        if (low >= high) return;
+        for (int halving = -1; halving < kHalvingsTogether; ++halving) {
+            // The longest step that would do is tried first.
+            const double middle = halving < 0 ? high : (low + high) / 2.0;
+            if (together(best.tall->ops, count, middle, spare_) && has_room(*best.tall, spare_, count) &&
                 room(spare_, count, middle) >= work) {
                 high = middle;
-                best->step = middle;
-                std::swap(best->loads, spare_);
+                best.step = middle;
+                std::swap(best.loads, spare_);
+            } else if (halving < 0) {
+                return;
             } else {
                 low = middle;
             }
         }
-        return best;
     }
 
     std::shared_ptr<const Tall> make_tall(double limit, double tall_from) {
@@ -207,6 +246,7 @@ class Columns {
         }
         tall->first_rest = low;
         tall->op_of.resize(low);
+        tall->ops.reserve(low);
         chosen_.clear();
         while (numbers_.size() < low) numbers_.push_back(static_cast<std::int32_t>(numbers_.size()));
         for (std::size_t i = 0; i < low; ++i) {
@@ -450,6 +490,7 @@ class Columns {
 
     const Scratch& scratch_;
     double bubbles_;
+    bool always_apart_;
     std::int64_t width_;  // ranks of a column
     std::size_t num_;
     AloneTable alone_;

@@ -7,6 +7,7 @@
 namespace tdp::schedule {
 
 void Alive::sum_up(const Scratch& scratch) {
+    if (!work_from.empty()) return;
     work_from.resize(numbers.size() + 1);
     work_from[numbers.size()] = 0.0;
     tokens = 0;

@@ -61,19 +61,20 @@ void wide_ops(const Scratch& scratch, const Numbers& alive, const std::vector<st
     }
 }
 
-void LowestFill::start(const std::vector<FreshOps>& fresh, std::size_t count) {
+void LowestFill::start(const std::vector<FreshOps>& fresh, std::size_t ops, std::size_t sequences) {
     fresh_ = &fresh;
     group_ = 0;
     within_ = 0;
     least_.clear();
-    few_ = count < kFewestForBuckets;
+    few_ = ops < kFewestForBuckets;
     parked_few_.clear();
     for (const std::size_t i : touched_) parked_[i] = -1;
     touched_.clear();
     woken_ = 0;
-    next_.resize(count);
-    keys_.resize(count);
-    heads_.assign(few_ ? 1 : count, -1);
+    next_.resize(ops);
+    keys_.resize(ops);
+    // Towards the end all keys are close together.
+    heads_.assign(few_ ? 1 : std::max(ops, 2 * sequences), -1);
     bucket_ = 0;
     // Keys are below 0 until an op is full; what is above shares the last bucket.
     lowest_ = fresh.empty() ? 0.0 : fresh.front().key;
@@ -164,7 +165,7 @@ bool LowestFill::run(const Scratch& scratch, const std::int32_t* rest, std::size
     std::sort(fresh.begin(), fresh.end(), [](const FreshOps& x, const FreshOps& y) {
         return x.key != y.key ? x.key < y.key : x.first < y.first;
     });
-    start(fresh, ops.size());
+    start(fresh, ops.size(), count);
     for (std::size_t at = 0; at < count; ++at) {
         const auto i = static_cast<std::size_t>(rest[at]);
         const std::int64_t size = scratch.lengths[i];

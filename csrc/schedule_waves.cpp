@@ -16,7 +16,7 @@ namespace {
 struct Head {
     std::vector<std::shared_ptr<const TallWave>> waves;
     double seconds = 0.0;
-    std::shared_ptr<const Alive> alive;
+    std::shared_ptr<Alive> alive;
 };
 
 struct Candidate {
@@ -131,6 +131,7 @@ class Searcher {
     }
 
     double evenly(const Head& head, std::int64_t extra, const std::vector<double>& stretches) {
+        head.alive->sum_up(scratch_);
         const std::int64_t count = fewest(head) + extra;
         const double mean = mean_seconds(head, count);
         if (head.seconds + mean * static_cast<double>(count) >= best_seconds_) return kInfinity;
@@ -174,14 +175,12 @@ class Searcher {
         auto alive = std::make_shared<Alive>();
         alive->numbers.resize(problem_.count);
         std::iota(alive->numbers.begin(), alive->numbers.end(), std::int32_t{0});
-        alive->sum_up(scratch_);
         return {{}, 0.0, alive};
     }
 
     void make_taller(Head& head, double limit) const {
         auto left = std::make_shared<Alive>();
         auto wave = std::make_shared<const TallWave>(tall_wave(scratch_, head.alive->numbers, limit, left->numbers));
-        left->sum_up(scratch_);
         head.seconds += wave->seconds;
         head.waves.push_back(std::move(wave));
         head.alive = std::move(left);

@@ -84,7 +84,7 @@ class LowestFill {
    private:
     using Item = std::pair<double, std::int64_t>;
 
-    void start(const std::vector<FreshOps>& fresh, std::size_t count);
+    void start(const std::vector<FreshOps>& fresh, std::size_t ops, std::size_t sequences);
     bool find_top();
     void pop();
     void insert(Item item);
@@ -126,6 +126,7 @@ TallWave tall_wave(const Scratch& scratch, const Numbers& alive, double seed_lim
 // Sequences still to be placed, rising, with the work of each and all after it.
 struct Alive {
     Numbers numbers;
+    // Only after sum_up.
     std::vector<double> work_from;  // rank-seconds; one more than numbers
     std::int64_t tokens = 0;
 

@@ -18,8 +18,12 @@ __all__ = ["columns_reference"]
 
 #: Halvings of the step in an estimate; the second kind takes longer.
 _HALVINGS = 20
-_HALVINGS_TOGETHER = 10
+_HALVINGS_TOGETHER = 14
 _DOUBLINGS = 64
+#: An estimate this much above the least is not needed.
+_FAR = 1.02
+#: With less than this share of the work in short sequences, tall microbatches must be balanced among themselves.
+_FEW_OTHERS = 0.2
 #: A sequence is tall when it takes longer alone than this many mean microbatches.
 _TALL = 1.1
 #: Time limits of a microbatch over the mean, tried beside the times of the longest sequence.
@@ -76,6 +80,8 @@ class _Columns:
         cost, smallest = scratch.cost, scratch.levels[0]
         self.scratch = scratch
         self.bubbles = bubbles
+        #: Together they only help against bubbles.
+        self.always_apart = bubbles == 0.0
         self.smallest = smallest
         self.width = smallest.cp_size
         self.num = scratch.num_ranks // smallest.cp_size
@@ -103,11 +109,10 @@ class _Columns:
         fewest, most, count = self.counts()
         # A time limit is a time of the longest sequence, or in proportion to the mean microbatch.
         rules = [(time, 0.0) for time in self.times] + [(self.times[-1], stretch) for stretch in _STRETCHES]
-        ranked: list[tuple[float, int]] = []
-        for number, rule in enumerate(rules):
-            made = self.estimate(rule, count)
-            ranked.append((math.inf if made is None else made.step, number))
-        ranked.sort()
+        ranked = self.rank(rules, count)
+        if not ranked and not self.always_apart:
+            self.always_apart = True
+            ranked = self.rank(rules, count)
         best_seconds, best_ops = math.inf, None
         fills = _MOST_FILLS
         for _, number in ranked[:_RULES]:
@@ -119,11 +124,24 @@ class _Columns:
                 if fills == 0 or worse == _PATIENCE or known[candidate].step >= best_seconds:
                     break
                 fills -= 1
-                seconds, ops = self.fill(known[candidate])
+                chosen = known[candidate]
+                if self.work_from[chosen.tall.first_rest] < _FEW_OTHERS * self.work_from[0]:
+                    self.estimate_apart(chosen)
+                seconds, ops = self.fill(chosen)
                 worse = 0 if seconds < best_seconds else worse + 1
                 if seconds < best_seconds:
                     best_seconds, best_ops = seconds, ops
         return best_ops or []
+
+    def rank(self, rules: list[tuple[float, float]], count: int) -> list[tuple[float, int]]:
+        """Estimates and numbers of rules, the best first; others only where one might be among the best."""
+        ranked: list[tuple[float, int]] = []
+        for number, rule in enumerate(rules):
+            made = self.estimate(rule, count, ranked[_RULES - 1][0] if len(ranked) >= _RULES else math.inf)
+            if made is not None:
+                ranked.append((made.step, number))
+                ranked.sort()
+        return ranked
 
     def counts(self) -> tuple[int, int, int]:
         """Fewest and most microbatches of a column that make sense, and the number at which the search starts."""
@@ -149,7 +167,7 @@ class _Columns:
             at, worse = count, 0
             for _ in range(_MOST_STEPS):
                 if at not in known:
-                    made = self.estimate(rule, at)
+                    made = self.estimate(rule, at, best * _FAR)
                     if made is not None:
                         known[at] = made
                     if made is None or made.step >= best:
@@ -163,42 +181,67 @@ class _Columns:
                 at = following
         return known
 
-    def estimate(self, rule: tuple[float, float], count: int) -> _Estimate | None:
-        """The step that ``count`` microbatches per column should take, or None if they cannot hold all sequences."""
+    def estimate(self, rule: tuple[float, float], count: int, most: float) -> _Estimate | None:
+        """The step that ``count`` microbatches per column should take; None where it is above ``most`` or has no room."""
         time, stretch = rule
         mean = self.mean_work / count + self.scratch.cost.c0
         limit = max(time, stretch * mean)
         tall = self.make_tall(limit, min(_TALL * mean, limit))
-        loads = self.apart(tall.ops, count)
-        if loads is None or not self.has_room(tall, loads, count):
-            return None
-        work = self.work_from[tall.first_rest]
-        low = max((s + self.bubbles * t for s, t in zip(loads.seconds, loads.longest, strict=True)), default=0.0)
+        best = _Estimate(most, count, tall, self.no_loads())
+        if self.always_apart or not tall.ops:
+            self.estimate_apart(best)
+        else:
+            self.estimate_together(best)
+        return best if best.step < most else None
+
+    def estimate_apart(self, best: _Estimate) -> None:
+        """With tall ops as far apart as possible, where that makes the step shorter than it is in ``best``."""
+        work = self.work_from[best.tall.first_rest]
+        count = best.count
+        loads = self.apart(best.tall.ops, count)
+        if loads is None or not self.has_room(best.tall, loads, count):
+            return
+        low = max(s + self.bubbles * t for s, t in zip(loads.seconds, loads.longest, strict=True))
+        if low >= best.step or self.room(loads, count, best.step) < work:
+            return
         high = low + (self.mean_work + count * self.overhead) * (1.0 + self.bubbles)
         for _ in range(_DOUBLINGS):
             if self.room(loads, count, high) >= work:
                 break
             low, high = high, 2.0 * high
         else:
-            return None
+            if self.room(loads, count, high) < work:
+                return
         for _ in range(_HALVINGS):
             middle = (low + high) / 2.0
             if self.room(loads, count, middle) >= work:
                 high = middle
             else:
                 low = middle
-        best = _Estimate(high, count, tall, loads)
-        if tall.ops and self.bubbles > 0.0:
-            low = max(op.seconds for op in tall.ops) * (1.0 + self.bubbles)
-            for _ in range(_HALVINGS_TOGETHER):
-                middle = (low + high) / 2.0
-                loads = self.together(tall.ops, count, middle)
-                if loads and self.has_room(tall, loads, count) and self.room(loads, count, middle) >= work:
-                    high = middle
-                    best = _Estimate(high, count, tall, loads)
-                else:
-                    low = middle
-        return best
+        if high < best.step:
+            best.step, best.loads = high, loads
+
+    def estimate_together(self, best: _Estimate) -> None:
+        """With tall ops in as few columns as possible, where that makes the step shorter than it is in ``best``."""
+        work = self.work_from[best.tall.first_rest]
+        count = best.count
+        longest = max(op.seconds for op in best.tall.ops)
+        evenly = self.mean_work + count * self.overhead
+        low = max(longest * (1.0 + self.bubbles), self.mean_work)
+        high = min(best.step, 2.0 * (longest * (1.0 + self.bubbles) + evenly))
+        if low >= high:
+            return
+        for halving in range(-1, _HALVINGS_TOGETHER):
+            # The longest step that would do is tried first.
+            middle = high if halving < 0 else (low + high) / 2.0
+            loads = self.together(best.tall.ops, count, middle)
+            if loads and self.has_room(best.tall, loads, count) and self.room(loads, count, middle) >= work:
+                high = middle
+                best.step, best.loads = middle, loads
+            elif halving < 0:
+                return
+            else:
+                low = middle
 
     def make_tall(self, limit: float, tall: float) -> _Tall:
         """Sequences that take more than ``tall`` seconds alone: on more ranks where it is more than ``limit``."""
