@@ -106,6 +106,21 @@ void register_schedule(py::module_& m) {
         },
         py::arg("input"), py::arg("unit"), "Ops as (first_rank, cp_size, offsets, sample_ids), int64.");
     m.def(
+        "schedule_dynamic_cp_within",
+        [](const Input& input, double seconds, bool lockstep, bool pipeline, double stages_before) -> py::object {
+            const Search search{stages_before, lockstep, pipeline, 0.0};
+            Ops ops;
+            bool within;
+            {
+                py::gil_scoped_release release;
+                within = schedule::dynamic_cp_within(input.problem, search, seconds, ops);
+            }
+            if (!within) return py::none();
+            return to_python(ops);
+        },
+        py::arg("input"), py::arg("seconds"), py::arg("lockstep"), py::arg("pipeline"), py::arg("stages_before"),
+        "Ops as (first_rank, cp_size, offsets, sample_ids), int64, or None where the step takes longer than seconds.");
+    m.def(
         "schedule_free_step",
         [](const Array<int64_t>& first_rank, const Array<int64_t>& cp_size, const Array<double>& seconds,
            int64_t num_ranks) {

@@ -66,7 +66,7 @@ class Columns {
         times_ = scratch.times_of_longest();
     }
 
-    Ops search() {
+    Ops search(double& best_seconds) {
         std::int64_t fewest, most, start;
         counts(fewest, most, start);
         std::vector<Rule> rules;
@@ -77,7 +77,7 @@ class Columns {
             always_apart_ = true;
             ranked = rank(rules, start);
         }
-        double best_seconds = kInfinity;
+        best_seconds = kInfinity;
         Ops best;
         int fills = kMostFills;
         for (std::size_t at = 0; at < ranked.size() && at < kRules; ++at) {
@@ -513,6 +513,6 @@ class Columns {
 
 }  // namespace
 
-Ops columns(const Scratch& scratch, double bubbles) { return Columns(scratch, bubbles).search(); }
+Ops columns(const Scratch& scratch, double bubbles, double& step) { return Columns(scratch, bubbles).search(step); }
 
 }  // namespace tdp::schedule

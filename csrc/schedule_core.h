@@ -60,6 +60,20 @@ struct Level {
     }
 };
 
+// Seconds of an op of `tokens` padded tokens on k ranks.
+inline double op_seconds(const Problem& problem, std::int64_t tokens, double squares, std::int64_t k) {
+    const Cost& cost = problem.cost;
+    std::int64_t tails = divide_up(tokens, k * problem.tail);
+    if (tails < 1) tails = 1;
+    const std::int64_t per_rank = tails * problem.tail;
+    double attention = cost.b * squares / static_cast<double>(k);
+    if (k > 1 && cost.layers != 0) {
+        const double comm = cost.comm(k, per_rank);
+        if (comm > attention) attention = comm;
+    }
+    return cost.c0 + cost.a * static_cast<double>(per_rank) + attention;
+}
+
 // Ops in executable order; op j holds ids[offsets[j]] to ids[offsets[j + 1]].
 struct Ops {
     std::vector<std::int64_t> first_rank, cp_size, offsets{0}, ids;
@@ -97,16 +111,7 @@ class Scratch {
     std::vector<double> squares;
 
     double seconds(std::int64_t tokens, double squares, std::int64_t k) const {
-        const Cost& cost = problem.cost;
-        std::int64_t tails = divide_up(tokens, k * problem.tail);
-        if (tails < 1) tails = 1;
-        const std::int64_t per_rank = tails * problem.tail;
-        double attention = cost.b * squares / static_cast<double>(k);
-        if (k > 1 && cost.layers != 0) {
-            const double comm = cost.comm(k, per_rank);
-            if (comm > attention) attention = comm;
-        }
-        return cost.c0 + cost.a * static_cast<double>(per_rank) + attention;
+        return op_seconds(problem, tokens, squares, k);
     }
     // Rank-seconds of a sequence on the smallest level, without c0, communication and tail.
     double work(std::size_t i) const {
@@ -219,6 +224,8 @@ Ops buddy(const Problem& problem, double lower_bound);
 Ops waves(const Problem& problem, const Search& search);
 Ops lpt(const Problem& problem, std::int64_t cp_size);
 Ops dynamic_cp(const Problem& problem, std::int64_t unit);
+// Without padding before; false as soon as the step must be longer than `seconds`.
+bool dynamic_cp_within(const Problem& problem, const Search& search, double seconds, Ops& ops);
 Ops next_fit(const Problem& problem, std::int64_t cp_size);
 double free_step(const std::int64_t* first_rank, const std::int64_t* cp_size, const double* seconds, std::size_t count,
                  std::int64_t num_ranks);

@@ -44,12 +44,14 @@ class Searcher {
 
     Ops run() {
         if (problem_.count == 0) return {};
-        if (search_.pipeline) {
-            Ops ops = columns(scratch_, search_.stages_before);
-            if (!ops.first_rank.empty()) return ops;
+        double seconds = kInfinity;
+        Ops ops;
+        if (search_.pipeline) ops = columns(scratch_, search_.stages_before, seconds);
+        if (ops.first_rank.empty() || thorough_) {
+            tall_then_even();
+            if (best_seconds_ < seconds) return ops_of(best_);
         }
-        tall_then_even();
-        return ops_of(best_);
+        return ops;
     }
 
    private:

@@ -191,7 +191,7 @@ class Placement {
     RadixOrder radix_;
 };
 
-// Ops with the same number on every rank that pay their sum and `bubbles` times their longest; none if not found.
-Ops columns(const Scratch& scratch, double bubbles);
+// Ops, as many on every rank, which pays their sum and `bubbles` times their longest: `step`. None where not found.
+Ops columns(const Scratch& scratch, double bubbles, double& step);
 
 }  // namespace tdp::schedule

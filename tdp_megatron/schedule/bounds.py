@@ -27,9 +27,9 @@ def lower_bound(seqlens: npt.ArrayLike, layout: ParallelLayout, cost: CostModel)
     """
     lengths = check_seqlens(seqlens)
     check_fits(lengths, layout, layout.cp_sizes)
-    # Python's sums of int are exact. On average a rank runs at least total / capacity microbatches, and each at least
+    # On average a rank runs at least total / capacity microbatches, and each at least
     # one, since an idle rank runs a dummy pack; rounding the average up would be no bound where counts may differ.
-    total: int = sum(lengths.tolist())
+    total = _exact_sum(lengths)
     capacity = layout.num_ranks * layout.tokens_per_rank_limit
     squares = float(np.cumsum(np.append(0.0, cost.squares(lengths)))[-1])
     work = cost.a * total + cost.b * squares
@@ -41,6 +41,13 @@ def lower_bound(seqlens: npt.ArrayLike, layout: ParallelLayout, cost: CostModel)
     most = max(k for k in layout.cp_sizes if longest <= pack_token_cap(layout, k))
     alone: float = cost.c0 + work_of_longest / most
     return max(area, alone)
+
+
+def _exact_sum(lengths: Int64Array) -> int:
+    longest = int(lengths.max(initial=0))
+    if longest * len(lengths) <= np.iinfo(np.int64).max:
+        return int(lengths.sum())
+    return sum(lengths.tolist())
 
 
 def lockstep_bound(seqlens: npt.ArrayLike, layout: ParallelLayout, cost: CostModel) -> float:

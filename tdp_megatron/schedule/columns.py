@@ -1,7 +1,7 @@
 """Columns: plans for pipelines, where a rank pays the sum of its microbatches and once more a share of its longest.
 
-A column is the smallest block of ranks. All columns have the same number of microbatches, but only those with a tall one
-pay for it, so tall ones share columns instead of spreading over all.
+A column is the smallest block of ranks. All columns have the same number of microbatches, but only those with a tall
+one pay for it, so tall ones share columns instead of spreading over all.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class _Estimate:
     loads: _Loads
 
 
-def columns_reference(scratch: Scratch, bubbles: float) -> list[PlacedOp]:
-    """Ops with the same number on every rank, in order; none where no plan was found.
+def columns_reference(scratch: Scratch, bubbles: float) -> tuple[float, list[PlacedOp]]:
+    """The step and the ops, as many on every rank, in order; infinite and none where no plan was found.
 
     Args:
         scratch: the sequences; at least one.
@@ -104,7 +104,7 @@ class _Columns:
         cost, smallest = self.scratch.cost, self.smallest
         return (cost.a * smallest.padded[i] + cost.b * smallest.squares[i]) / self.width
 
-    def search(self) -> list[PlacedOp]:
+    def search(self) -> tuple[float, list[PlacedOp]]:
         """The best of a few plans, those with the best estimates."""
         fewest, most, count = self.counts()
         # A time limit is a time of the longest sequence, or in proportion to the mean microbatch.
@@ -113,7 +113,8 @@ class _Columns:
         if not ranked and not self.always_apart:
             self.always_apart = True
             ranked = self.rank(rules, count)
-        best_seconds, best_ops = math.inf, None
+        best_seconds = math.inf
+        best_ops: list[PlacedOp] = []
         fills = _MOST_FILLS
         for _, number in ranked[:_RULES]:
             known = self.climb(rules[number], count, fewest, most)
@@ -131,7 +132,7 @@ class _Columns:
                 worse = 0 if seconds < best_seconds else worse + 1
                 if seconds < best_seconds:
                     best_seconds, best_ops = seconds, ops
-        return best_ops or []
+        return best_seconds, best_ops
 
     def rank(self, rules: list[tuple[float, float]], count: int) -> list[tuple[float, int]]:
         """Estimates and numbers of rules, the best first; others only where one might be among the best."""
@@ -182,7 +183,7 @@ class _Columns:
         return known
 
     def estimate(self, rule: tuple[float, float], count: int, most: float) -> _Estimate | None:
-        """The step that ``count`` microbatches per column should take; None where it is above ``most`` or has no room."""
+        """The step with ``count`` microbatches per column; None where it is ``most`` or longer, or has no room."""
         time, stretch = rule
         mean = self.mean_work / count + self.scratch.cost.c0
         limit = max(time, stretch * mean)

@@ -14,7 +14,7 @@ from tdp_megatron.schedule.packs import PlacedOp, plan_of_ops, plan_of_placed_op
 from tdp_megatron.schedule.plan import Plan
 from tdp_megatron.schedule.problem import Problem
 
-__all__ = ["default_dynamic_cp", "default_dynamic_cp_reference"]
+__all__ = ["default_dynamic_cp", "default_dynamic_cp_reference", "dynamic_cp_within"]
 
 #: A group may take this much more work than the one of the tallest sequence.
 _WORK_SLACK = 1.05
@@ -45,6 +45,22 @@ def default_dynamic_cp(problem: Problem, *, pad: str = "after") -> Plan:
     unit = _unit(problem, pad)
     plan = plan_of_ops(problem, *_C.schedule_dynamic_cp(native_input(problem), unit), "default_dynamic_cp")
     return _padded_before(plan, unit)
+
+
+def dynamic_cp_within(problem: Problem, seconds: float) -> Plan | None:
+    """The plan of ``default_dynamic_cp``, or None as soon as it is certain that its step takes longer than ``seconds``.
+
+    For comparisons: most microbatches need not be made to see that another plan is better.
+    """
+    mode = problem.mode
+    ops = _C.schedule_dynamic_cp_within(
+        native_input(problem),
+        seconds,
+        mode.name == "lockstep",
+        mode.name == "pipeline",
+        (mode.stages - 1) / mode.virtual_stages,
+    )
+    return None if ops is None else plan_of_ops(problem, *ops, "default_dynamic_cp")
 
 
 def default_dynamic_cp_reference(problem: Problem, *, pad: str = "after") -> Plan:

@@ -56,13 +56,14 @@ def waves_reference(problem: Problem) -> Plan:
     """``waves`` in plain Python; the native core gives the same plan."""
     scratch = Scratch(problem)
     mode = problem.mode
-    ops: list[PlacedOp] = []
+    search = _Search(scratch)
+    seconds, ops = math.inf, search.best_ops
     if mode.name == "pipeline" and scratch.lengths:
-        ops = columns_reference(scratch, (mode.stages - 1) / mode.virtual_stages)
-    if not ops:
-        search = _Search(scratch)
+        seconds, ops = columns_reference(scratch, (mode.stages - 1) / mode.virtual_stages)
+    if not ops or search.thorough:
         search.tall_then_even()
-        ops = search.best_ops
+        if search.best_seconds < seconds:
+            ops = search.best_ops
     return plan_of_placed_ops(problem, ops, "waves")
 
 

@@ -12,7 +12,7 @@ from tdp_megatron.errors import ScheduleError
 from tdp_megatron.schedule import CostModel, Limits, Mode, Plan, Problem, preset
 from tdp_megatron.schedule.buddy import buddy, buddy_reference
 from tdp_megatron.schedule.dp_balanced import dp_balanced, dp_balanced_reference
-from tdp_megatron.schedule.dynamic_cp import default_dynamic_cp, default_dynamic_cp_reference
+from tdp_megatron.schedule.dynamic_cp import default_dynamic_cp, default_dynamic_cp_reference, dynamic_cp_within
 from tdp_megatron.schedule.lpt import lpt, lpt_reference
 from tdp_megatron.schedule.problem import pack_token_cap
 from tdp_megatron.schedule.simulate import simulate, step_seconds
@@ -105,6 +105,26 @@ def test_the_short_way_to_the_step_equals_the_simulation(problem):
     plan = default_dynamic_cp(problem)
     for mode in (Mode("free"), problem.mode):
         assert step_seconds(plan, problem.cost, mode) == simulate(plan, problem.cost, mode).step_seconds
+
+
+@settings(max_examples=150, deadline=None)
+@given(problem=problems(), share=st.floats(0.3, 1.1))
+def test_dynamic_cp_is_given_up_only_where_it_takes_too_long(problem, share):
+    plan = default_dynamic_cp(problem)
+    seconds = step_seconds(plan, problem.cost, problem.mode)
+    within = dynamic_cp_within(problem, share * seconds)
+    if within is None:
+        assert share < 1.0
+    else:
+        assert within == plan
+    assert dynamic_cp_within(problem, seconds) == plan
+
+
+def test_dynamic_cp_is_given_up_early():
+    seqlens = np.array([4000] + [100] * 200, dtype=np.int64)
+    problem = Problem(seqlens, ParallelLayout(8, 1, 4096, cp_sizes=(1, 2, 4, 8)), COSTS[0], Mode("lockstep"), Limits())
+    seconds = step_seconds(default_dynamic_cp(problem), problem.cost, problem.mode)
+    assert dynamic_cp_within(problem, 0.5 * seconds) is None
 
 
 def test_the_binding_refuses_what_would_be_unsafe():
