@@ -10,13 +10,27 @@ from typing import Any, TypeVar
 from torchdata.nodes import BaseNode
 
 from tdp_megatron.errors import StateMismatchError
+from tdp_megatron.nodes.arguments import checked_int
 from tdp_megatron.samples import block_from_items
 from tdp_megatron.stats import NodeStats
 from tdp_megatron.types import Sample, SampleBlock
 
-__all__ = ["ENDLESS", "Node", "SampleSource", "draw_block", "leaf_count", "require_node", "skip_samples"]
+__all__ = [
+    "ENDLESS",
+    "BeyondEndError",
+    "Node",
+    "SampleSource",
+    "draw_block",
+    "leaf_count",
+    "require_node",
+    "skip_samples",
+]
 
 T = TypeVar("T")
+
+
+class BeyondEndError(ValueError):
+    """More samples were to be passed over than the data has."""
 
 
 class Node(BaseNode[T]):
@@ -163,6 +177,7 @@ class SampleSource(Node[Sample]):
         Raises:
             ValueError: it lies behind the present position, or beyond the end of the data.
         """
+        position = checked_int("position", position)
         if not self._is_open:
             self.reset(None)
         if position < self._position:
@@ -171,11 +186,12 @@ class SampleSource(Node[Sample]):
             )
         remaining = self.num_remaining()
         if remaining is not None and position - self._position > remaining:
-            raise ValueError(
+            raise BeyondEndError(
                 f"{type(self).__name__}: sample {position} is beyond the end; {remaining} samples are left after "
                 f"{self._position}"
             )
-        self._skip(position - self._position)
+        with self._latched():
+            self._skip(position - self._position)
         self._position = position
 
     @property
@@ -264,4 +280,4 @@ def skip_samples(source: BaseNode[Any], n: int) -> None:
         try:
             next(source)
         except StopIteration:
-            raise ValueError(f"{type(source).__name__} ended while {n} of its samples were passed over") from None
+            raise BeyondEndError(f"{type(source).__name__} ended while {n} of its samples were passed over") from None

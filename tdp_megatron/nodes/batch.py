@@ -11,6 +11,7 @@ from torchdata.nodes import BaseNode
 
 from tdp_megatron.datasets.readers import TokenFileReader
 from tdp_megatron.errors import StateMismatchError
+from tdp_megatron.nodes.arguments import checked_int
 from tdp_megatron.nodes.base import Node, SampleSource, draw_block, skip_samples
 from tdp_megatron.ops import BatchBuffers
 from tdp_megatron.samples import STANDARD_TOKEN_KEYS, MappingReader, read_spans_by_reader, token_key_specs
@@ -72,10 +73,8 @@ class Batch(Node[dict[str, Any]]):
     ) -> None:
         super().__init__()
         for name, value in (("micro_batch_size", micro_batch_size), ("dp_size", dp_size)):
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{name} must be an int, got {value!r}")
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+            checked_int(name, value, least=1)
+        micro_batch_size, dp_size, dp_rank = int(micro_batch_size), int(dp_size), checked_int("dp_rank", dp_rank)
         if not 0 <= dp_rank < dp_size:
             raise ValueError(f"dp_rank {dp_rank} is outside the {dp_size} data-parallel ranks")
         share = micro_batch_size * dp_size
@@ -89,8 +88,7 @@ class Batch(Node[dict[str, Any]]):
         found = _sequence_length(source) if sequence_length is None else sequence_length
         if found is None:
             raise ValueError(f"{type(source).__name__} does not say how long its samples are; give sequence_length")
-        if found < 1:
-            raise ValueError(f"sequence_length must be at least 1, got {found}")
+        found = checked_int("sequence_length", found, least=1)
         self.source = source
         self.micro_batch_size = micro_batch_size
         self.dp_rank = dp_rank
@@ -181,7 +179,7 @@ class Batch(Node[dict[str, Any]]):
         """
         if not self._is_open:
             self.reset(None)
-        samples = step * self.micro_batch_size * self.dp_size
+        samples = checked_int("step", step) * self.micro_batch_size * self.dp_size
         distance = samples - self._position
         if distance < 0:
             raise ValueError(f"Batch: cannot go back from sample {self._position} to microbatch {step}; reset first")

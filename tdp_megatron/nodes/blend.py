@@ -16,7 +16,16 @@ from tdp_megatron.datasets.blend import check_weights, normalise_weights
 from tdp_megatron.datasets.instant import InstantBlend
 from tdp_megatron.datasets.weights import WeightSchedule
 from tdp_megatron.errors import StateMismatchError, TdpError
-from tdp_megatron.nodes.base import ENDLESS, SampleSource, draw_block, leaf_count, require_node, skip_samples
+from tdp_megatron.nodes.arguments import checked_int
+from tdp_megatron.nodes.base import (
+    ENDLESS,
+    BeyondEndError,
+    SampleSource,
+    draw_block,
+    leaf_count,
+    require_node,
+    skip_samples,
+)
 from tdp_megatron.types import Int64Array, SampleBlock
 
 __all__ = ["Blend", "SourceReport", "Stop"]
@@ -91,8 +100,10 @@ class Blend(SampleSource):
             raise ValueError("a blend needs at least one source")
         for source in self.sources:
             require_node(source)
-        if num_samples is not None and num_samples < 1:
-            raise ValueError(f"num_samples must be at least 1 or None, got {num_samples}")
+        if len({id(source) for source in self.sources}) < len(self.sources):
+            raise ValueError("two sources of the blend are one node: each draw would move both; make a node for each")
+        if num_samples is not None:
+            num_samples = checked_int("num_samples", num_samples, least=1)
         if stop not in get_args(Stop):
             raise ValueError(f"stop must be one of {', '.join(get_args(Stop))}, got {stop!r}")
         self.schedule = weights if isinstance(weights, WeightSchedule) else None
@@ -107,6 +118,8 @@ class Blend(SampleSource):
                 if not hasattr(source, "samples_per_epoch"):
                     raise TypeError(f"weights='by_size' needs sources of known size; {self._name(i)} has none")
         else:
+            if isinstance(weights, Mapping):
+                raise TypeError("weights must be a sequence, one per source in their order, got a mapping")
             given = [1.0] * len(self.sources) if weights is None else list(weights)
             self.weights = check_weights(given, [self._name(i) for i in range(len(self.sources))])
         self.num_samples = num_samples
@@ -257,7 +270,7 @@ class Blend(SampleSource):
             while n > 0:
                 block = self._take(min(n, _SKIP_CHUNK))
                 if not len(block):
-                    raise ValueError(f"the blend ends at sample {self._at}; {n} more were to be passed over")
+                    raise BeyondEndError(f"the blend ends at sample {self._at}; {n} more were to be passed over")
                 n -= len(block)
             return
         before = self._counts.copy()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
 from tdp_megatron.datasets.documents import DocumentTable, Overflow, build_document_table, epoch_order
 from tdp_megatron.datasets.readers import RunReader
+from tdp_megatron.nodes.arguments import checked_int
 from tdp_megatron.nodes.base import ENDLESS, SampleSource
 from tdp_megatron.nodes.indexed_read import IndexedRead
 from tdp_megatron.types import UNKNOWN_LOSS_TOKENS, Int64Array, SampleBlock
@@ -49,18 +50,18 @@ class DocumentSample(SampleSource):
         super().__init__()
         if not isinstance(source, IndexedRead):
             raise TypeError(f"source must be an IndexedRead: documents need random access; got {type(source).__name__}")
-        if max_seqlen < 1:
-            raise ValueError(f"max_seqlen must be at least 1, got {max_seqlen}")
-        if num_epochs is not None and num_epochs < 1:
-            raise ValueError(f"num_epochs must be at least 1 or None, got {num_epochs}")
+        if num_epochs is not None:
+            num_epochs = checked_int("num_epochs", num_epochs, least=1)
+        if overflow not in get_args(Overflow):
+            raise ValueError(f"overflow must be one of {', '.join(get_args(Overflow))}, got {overflow!r}")
         if eod_mask_loss and eod_token is None:
             raise ValueError("eod_mask_loss needs eod_token")
         self.source = source
-        self.max_seqlen = max_seqlen
+        self.max_seqlen = checked_int("max_seqlen", max_seqlen, least=1)
         self.overflow: Overflow = overflow
         self.num_epochs = num_epochs
         self.shuffle = shuffle
-        self.seed = seed
+        self.seed = checked_int("seed", seed)
         self.eod_token = eod_token
         self.eod_mask_loss = eod_mask_loss
         self._table: DocumentTable | None = None

@@ -10,6 +10,7 @@ import numpy as np
 from tdp_megatron.datasets.gpt_indices import build_gpt_indices
 from tdp_megatron.datasets.instant import InstantChunks, InstantReader
 from tdp_megatron.datasets.readers import GPTReader
+from tdp_megatron.nodes.arguments import checked_int
 from tdp_megatron.nodes.base import SampleSource
 from tdp_megatron.nodes.indexed_read import IndexedRead
 from tdp_megatron.types import UNKNOWN_LOSS_TOKENS, SampleBlock
@@ -57,10 +58,9 @@ class GPTSample(SampleSource):
         super().__init__()
         if not isinstance(source, IndexedRead):
             raise TypeError(f"source must be an IndexedRead: samples need random access; got {type(source).__name__}")
-        if sequence_length < 1:
-            raise ValueError(f"sequence_length must be at least 1, got {sequence_length}")
-        if num_samples is not None and num_samples < 1:
-            raise ValueError(f"num_samples must be at least 1 or None, got {num_samples}")
+        if num_samples is not None:
+            num_samples = checked_int("num_samples", num_samples, least=1)
+        random_seed = checked_int("random_seed", random_seed)
         if not 0 <= random_seed < 2**32:
             raise ValueError(f"random_seed must be in [0, 2**32), got {random_seed}")
         if (eod_mask_loss or reset_position_ids) and eod_token is None:
@@ -70,7 +70,7 @@ class GPTSample(SampleSource):
         if order == "instant" and not drop_last_partial_sequence:
             raise ValueError("order='instant' has whole samples only; leave drop_last_partial_sequence on")
         self.source = source
-        self.sequence_length = sequence_length
+        self.sequence_length = checked_int("sequence_length", sequence_length, least=1)
         self.num_samples = num_samples
         self.random_seed = random_seed
         self.add_extra_token_to_sequence = add_extra_token_to_sequence

@@ -43,7 +43,7 @@ class Loader(TorchdataLoader[T]):
         return pipeline_stats(self.root)
 
     def skip_to(self, step: int) -> None:
-        """Go on with step ``step`` of the running iteration (after ``iter``); nothing is read.
+        """Go on with step ``step`` of the running iteration, or begin the next ``iter`` there; nothing is read.
 
         Raises:
             TypeError: the root cannot skip.
@@ -52,6 +52,10 @@ class Loader(TorchdataLoader[T]):
         skip = getattr(self.root, "skip_to", None)
         if skip is None:
             raise TypeError(f"{type(self.root).__name__} cannot skip; it has no skip_to")
+        if self._it is None or self._next_iter_state_dict is not None:
+            # The next iter would go back to its beginning; as for state_dict, it begins now and is handed out then.
+            iter(self)
+            self._iter_for_state_dict = True
         skip(step)
 
 

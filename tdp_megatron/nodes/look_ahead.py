@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 from torchdata.nodes import BaseNode
 
+from tdp_megatron.errors import StateMismatchError
+from tdp_megatron.nodes.arguments import checked_int
 from tdp_megatron.nodes.base import SampleSource, draw_block, leaf_count, require_node
 from tdp_megatron.schedule import CostModel
 from tdp_megatron.schedule.api import DEFAULT_COST
@@ -64,11 +66,10 @@ class LookAhead(SampleSource):
         super().__init__()
         require_node(source)
         for name, value in (("global_batch_size", global_batch_size), ("num_batches", num_batches)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be a positive int, got {value!r}")
+            checked_int(name, value, least=1)
         self.source = source
-        self.global_batch_size = global_batch_size
-        self.num_batches = num_batches
+        self.global_batch_size = int(global_batch_size)
+        self.num_batches = int(num_batches)
         self.cost = DEFAULT_COST if cost is None else cost
 
     @property
@@ -88,9 +89,18 @@ class LookAhead(SampleSource):
         self.source.reset(None if state is None else state[self.SOURCE_KEY])
         self._window: SampleBlock | None = None
         # The source stands where the present window began; that much of the window has been handed out.
-        self._used = 0 if state is None else int(state[self.WINDOW_KEY])
+        self._used = 0 if state is None else self._saved_place(state, position)
         self._window_state = self.source.state_dict()
         self._window_start = position - self._used
+
+    def _saved_place(self, state: Mapping[str, Any], position: int) -> int:
+        """How many samples of the window had been handed out."""
+        used = state.get(self.WINDOW_KEY)
+        if isinstance(used, bool) or not isinstance(used, int) or not 0 <= used <= position:
+            raise StateMismatchError(
+                f"LookAhead: {self.WINDOW_KEY} must be a number of samples up to {position}, found {used!r}"
+            )
+        return used
 
     _source_state_keys = ("source",)
 

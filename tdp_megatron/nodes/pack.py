@@ -13,7 +13,8 @@ from torchdata.nodes import BaseNode
 
 from tdp_megatron.distributed import Exchange, GlobalSamples
 from tdp_megatron.errors import ScheduleError
-from tdp_megatron.nodes.base import Node, draw_block, require_node, skip_samples
+from tdp_megatron.nodes.arguments import checked_int
+from tdp_megatron.nodes.base import BeyondEndError, Node, draw_block, require_node, skip_samples
 from tdp_megatron.ops import allocate_pack, build_pack_table, pack_raw_tokens, packed_batches
 from tdp_megatron.samples import FlatSamples, MappingReader, read_block, read_spans_by_reader, token_key_specs
 from tdp_megatron.schedule import CostModel, Plan, imbalance, schedule, validate
@@ -142,10 +143,8 @@ class Pack(Node[GlobalBatch]):
     ) -> None:
         super().__init__()
         require_node(source)
-        if isinstance(global_batch_size, bool) or not isinstance(global_batch_size, int):
-            raise TypeError(f"global_batch_size must be an int, got {global_batch_size!r}")
-        if global_batch_size < 1:
-            raise ValueError(f"global_batch_size must be at least 1, got {global_batch_size}")
+        global_batch_size = checked_int("global_batch_size", global_batch_size, least=1)
+        consumed_samples = checked_int("consumed_samples", consumed_samples)
         if exchange is not None:
             ranks = exchange.num_ranks
             if ranks != layout.num_ranks:
@@ -163,13 +162,11 @@ class Pack(Node[GlobalBatch]):
                 f"consumed_samples {consumed_samples} is not a multiple of global_batch_size {global_batch_size}; "
                 f"nearest: {lower}, {lower + global_batch_size}"
             )
-        for begin, end in skip:
-            if not 0 <= begin <= end:
-                raise ValueError(f"skip must hold (begin, end) with 0 <= begin <= end, got ({begin}, {end})")
+        stretches = sorted(_stretch(pair) for pair in skip)
         self.source = source
         self.layout = layout
         self.consumed_samples = consumed_samples
-        self.skip = tuple(sorted((int(begin), int(end)) for begin, end in skip))
+        self.skip = tuple(stretches)
         self.global_batch_size = global_batch_size
         self.algorithm = algorithm
         self.cost = cost
@@ -186,7 +183,7 @@ class Pack(Node[GlobalBatch]):
         return {"global_batch_size": self.global_batch_size}
 
     def _restart(self, position: int, state: Mapping[str, Any] | None) -> None:
-        self._ended = False
+        self._ended = self._is_spent = False
         self.source.reset(None if state is None else state[self.SOURCE_KEY])
 
     def reset(self, initial_state: dict[str, Any] | None = None) -> None:
@@ -211,6 +208,7 @@ class Pack(Node[GlobalBatch]):
         Raises:
             ValueError: it lies behind the present position, or beyond the end of the data.
         """
+        step = checked_int("step", step)
         if not self._is_open:
             self.reset(None)
         if step < self._position:
@@ -237,13 +235,25 @@ class Pack(Node[GlobalBatch]):
             raise StopIteration
         for begin, end in self.skip:
             if begin <= self._position < end:
-                self.skip_to(end)
+                self._leave_out(end)
         batch = self._drawn() if self.exchange is None else self._exchanged(self.exchange)
         self._position += 1
         self.stats.observe("imbalance", imbalance(batch.plan, self.cost or DEFAULT_COST))
         self.stats.items += 1
         self.stats.tokens += int(batch.seqlens.sum())
         return batch
+
+    def _leave_out(self, end: int) -> None:
+        try:
+            self.skip_to(end)
+        except BeyondEndError:  # the data ends inside the stretch
+            self._is_spent = True
+            self._position = end
+
+    def _draw(self, n: int) -> SampleBlock:
+        if self._is_spent:
+            return SampleBlock.concatenate([])
+        return draw_block(self.source, n, 0, self._position * n)
 
     def _finish(self, count: int) -> None:
         if count < self.global_batch_size:
@@ -259,7 +269,7 @@ class Pack(Node[GlobalBatch]):
 
     def _drawn(self) -> GlobalBatch:
         with self.stats.waiting():
-            block = draw_block(self.source, self.global_batch_size, 0, self._position * self.global_batch_size)
+            block = self._draw(self.global_batch_size)
             declare_token_keys(block, self.token_keys)
         self._finish(len(block))
         with self.stats.working():
@@ -278,7 +288,7 @@ class Pack(Node[GlobalBatch]):
         local: FlatSamples | None = None
         with self.stats.waiting():
             try:
-                block = draw_block(self.source, share, 0, self._position * share)
+                block = self._draw(share)
                 declare_token_keys(block, self.token_keys)
                 local = read_block(block)
             except Exception as failure:  # told to all ranks, then raised on all of them
@@ -288,7 +298,7 @@ class Pack(Node[GlobalBatch]):
                 local,
                 0 if local is None else share - len(local.block),
                 error=error,
-                has_more=lambda: len(draw_block(self.source, 1, 0, 0)) > 0,
+                has_more=lambda: len(self._draw(1)) > 0,
             )
         self._finish(len(samples))
         with self.stats.working(), exchange.host.telling_failures(self._position):
@@ -303,6 +313,16 @@ class Pack(Node[GlobalBatch]):
                 samples=samples,
                 local=local,
             )
+
+
+def _stretch(pair: Any) -> tuple[int, int]:
+    try:
+        begin, end = (checked_int("a global batch of skip", number) for number in pair)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"skip must hold pairs (begin, end) of ints, got {pair!r}") from error
+    if not 0 <= begin <= end:
+        raise ValueError(f"skip must hold (begin, end) with 0 <= begin <= end, got ({begin}, {end})")
+    return begin, end
 
 
 def declare_token_keys(block: SampleBlock, token_keys: tuple[str, ...]) -> None:

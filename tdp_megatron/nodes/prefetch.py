@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from torchdata.nodes import BaseNode
 
 from tdp_megatron.background import BackgroundThread
+from tdp_megatron.nodes.arguments import checked_int
 from tdp_megatron.nodes.base import require_node
 from tdp_megatron.stats import NodeStats
 
@@ -36,12 +37,8 @@ class Prefetch(BaseNode[T]):
     def __init__(self, source: BaseNode[T], *, depth: int = 2) -> None:
         super().__init__()
         require_node(source)
-        if isinstance(depth, bool) or not isinstance(depth, int):
-            raise TypeError(f"depth must be an int, got {depth!r}")
-        if depth < 1:
-            raise ValueError(f"depth must be at least 1, got {depth}")
         self.source = source
-        self.depth = depth
+        self.depth = checked_int("depth", depth, least=1)
         self.stats = NodeStats()
         self._thread: BackgroundThread | None = None
         self._failure: Exception | None = None

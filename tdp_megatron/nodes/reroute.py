@@ -14,6 +14,7 @@ from torchdata.nodes import BaseNode
 
 from tdp_megatron.distributed import DpCpGroups, HostGroup, require_equal, sum_int64
 from tdp_megatron.errors import TdpError
+from tdp_megatron.nodes.arguments import checked_int
 from tdp_megatron.nodes.base import Node, require_node
 from tdp_megatron.nodes.pack import GlobalBatch
 from tdp_megatron.nodes.shard import Shard
@@ -57,16 +58,16 @@ class Reroute(Node[Step]):
         require_node(source)
         if rank is None:
             rank = 0 if groups is None else groups.rank
-        if rank < 0:
-            raise ValueError(f"rank must not be negative, got {rank}")
+        rank = checked_int("rank", rank, least=0)
         if groups is not None and rank != groups.rank:
             raise ValueError(f"rank {rank} is not this process's rank {groups.rank} in groups")
-        if agree_every < 0 or (agree_every and groups is None):
+        agree_every = checked_int("agree_every", agree_every, least=0)
+        if agree_every and groups is None:
             raise ValueError("agree_every must not be negative, and needs groups")
         self.source = source
         self.rank = rank
         self.groups = groups
-        self.pad_id = pad_id
+        self.pad_id = checked_int("pad_id", pad_id)
         self.device = None if device is None else torch.device(device)
         self.agree_every = agree_every
 
@@ -108,10 +109,13 @@ class Reroute(Node[Step]):
         skip = getattr(self.source, "skip_to", None)
         if skip is None:
             raise TypeError(f"{type(self.source).__name__} cannot skip; it has no skip_to")
+        step = checked_int("step", step)
         skip(step)
         self._position = step
 
     def _step(self, batch: GlobalBatch) -> Step:
+        if not isinstance(batch, GlobalBatch):
+            raise TypeError(f"Reroute needs planned global batches of Pack or StreamPack, got {type(batch).__name__}")
         if self.agree_every and self.groups is not None and batch.index % self.agree_every == 0:
             host = _begun(self.groups.data, batch)
             require_equal(host, self._digest(batch), f"the plan or the order of the samples of step {batch.index}")

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from torchdata.nodes import BaseNode
 
+from tdp_megatron.nodes.arguments import checked_int
 from tdp_megatron.nodes.base import ENDLESS, SampleSource, draw_block, leaf_count, require_node, skip_samples
 from tdp_megatron.types import SampleBlock
 
@@ -17,8 +18,8 @@ __all__ = ["Shard"]
 class Shard(SampleSource):
     """Deals a global order out sample by sample: rank r of n gets samples r, r + n, r + 2n, ...
 
-    The position counts *rounds* of n samples, so that the state is the same on every rank and fits any other number
-    of ranks as long as whole rounds of both have been read. A last incomplete round is dealt as far as it goes.
+    The state counts the samples of all ranks, so that it is the same on every rank and fits any other number of ranks
+    as long as whole rounds of both have been read. A last incomplete round is dealt as far as it goes.
 
     Args:
         source: the same on every rank.
@@ -29,7 +30,8 @@ class Shard(SampleSource):
     def __init__(self, source: BaseNode[Any], *, rank: int, num_ranks: int) -> None:
         super().__init__()
         require_node(source)
-        if num_ranks < 1 or not 0 <= rank < num_ranks:
+        rank, num_ranks = checked_int("rank", rank), checked_int("num_ranks", num_ranks, least=1)
+        if not 0 <= rank < num_ranks:
             raise ValueError(f"rank {rank} is outside the {num_ranks} ranks")
         self.source = source
         self.rank = rank
@@ -45,6 +47,11 @@ class Shard(SampleSource):
     def get_state(self) -> dict[str, Any]:
         # In samples, not in rounds: rounds depend on the number of ranks.
         return {**super().get_state(), self.POSITION_KEY: self._drawn}
+
+    def reset(self, initial_state: dict[str, Any] | None = None) -> None:
+        super().reset(initial_state)
+        # The state counts the samples of all ranks, the position those dealt to this one.
+        self._position = max(0, -(-(self._drawn - self.rank) // self.num_ranks))
 
     def _restart(self, position: int, state: Mapping[str, Any] | None) -> None:
         self._drawn = position

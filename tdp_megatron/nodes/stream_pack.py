@@ -10,6 +10,7 @@ import numpy as np
 from torchdata.nodes import BaseNode
 
 from tdp_megatron.errors import ScheduleError, StateMismatchError
+from tdp_megatron.nodes.arguments import checked_int
 from tdp_megatron.nodes.base import Node, draw_block, require_node
 from tdp_megatron.nodes.pack import GlobalBatch, declare_token_keys
 from tdp_megatron.schedule import CostModel, StreamScheduler, StreamWave, imbalance
@@ -61,15 +62,11 @@ class StreamPack(Node[GlobalBatch]):
     ) -> None:
         super().__init__()
         require_node(source)
-        if isinstance(waves_per_batch, bool) or not isinstance(waves_per_batch, int):
-            raise TypeError(f"waves_per_batch must be an int, got {waves_per_batch!r}")
-        if waves_per_batch < 1:
-            raise ValueError(f"waves_per_batch must be at least 1, got {waves_per_batch}")
         self.source = source
         self.layout = layout
         self.window = window
         self.max_age = max_age
-        self.waves_per_batch = waves_per_batch
+        self.waves_per_batch = checked_int("waves_per_batch", waves_per_batch, least=1)
         self.max_sequences = max_sequences
         self.cost = DEFAULT_COST if cost is None else cost
         self.token_keys = tuple(token_keys)
@@ -195,6 +192,7 @@ class StreamPack(Node[GlobalBatch]):
         Raises:
             ValueError: it lies behind the present position, or beyond the end of the data.
         """
+        step = checked_int("step", step)
         if not self._is_open:
             self.reset(None)
         if step < self._position:

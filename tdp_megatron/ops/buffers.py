@@ -146,6 +146,9 @@ def packed_batches(
         values: per-sample user keys of the samples this rank holds; all samples have the same keys.
         cp_group: process group of a block (first_rank, cp_size).
         cu_seqlens: per microbatch, where they are on a device already: see ``PackMetadata``.
+
+    Raises:
+        ValueError: a sample lacks a user key that others of its pack have.
     """
     tensors = PackedTensors.over(buffers) if isinstance(buffers, PackBuffers) else buffers
     if cu_seqlens is None:
@@ -158,6 +161,14 @@ def packed_batches(
         extras: dict[str, Any] = {key: tensor[part] for key, tensor in tensors.extras.items()}
         if values:
             names = sorted({name for i in ids.tolist() for name in values[i]})
+            for i in ids.tolist():
+                if len(values[i]) < len(names):
+                    missing = next(name for name in names if name not in values[i])
+                    dataset, sample = refs[i].tolist()
+                    raise ValueError(
+                        f"sample {sample} of dataset {dataset} has no key {missing!r}, which others of its pack have; "
+                        "give every sample the same keys"
+                    )
             for name in names:
                 extras[name] = tuple(values[i][name] for i in ids.tolist())
         first_rank, cp_size = int(plan.op_first_rank[op]), int(plan.op_cp_size[op])

@@ -376,3 +376,26 @@ def test_a_disk_read_that_fails_once_is_tried_again(equal_documents: str, monkey
         return walk(source, exchange=False, agree_every=1, timeout_s=10), len(failures)
 
     assert run_ranks(body, 2) == [("10 steps", 0), ("10 steps", 1)]
+
+
+@pytest.mark.parametrize("lengths", [(20, 20), (20, 48)])
+def test_a_stretch_left_out_past_the_end_ends_all_ranks_alike(lengths: tuple[int, int]) -> None:
+    """Global batches 2 to 11 are left out; a rank with 20 samples ends among them, one with 48 does not."""
+
+    def body(rank: int, world: int) -> tuple[list[int], str]:
+        source = IterableWrapper([{"tokens": torch.arange(3)} for _ in range(lengths[rank])])
+        layout = ParallelLayout(2, 1, 64)
+        groups = DpCpGroups.create(layout, timeout_s=20)
+        pack = Pack(source, layout, global_batch_size=8, exchange=Exchange(groups), skip=[(2, 11)])
+        seen, message = [], ""
+        try:
+            seen = [step.index for step in Reroute(pack, groups=groups)]
+        except ExchangeError as error:
+            message = str(error)
+        return seen, message
+
+    for seen, message in run_ranks(body, 2):
+        if lengths[0] == lengths[1]:
+            assert (seen, message) == ([0, 1], "")
+        else:
+            assert "the data of rank 0 ended 4 samples short" in message

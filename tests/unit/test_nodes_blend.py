@@ -77,6 +77,7 @@ def test_a_source_of_weight_zero_is_skipped_and_reported(prefixes: list[str], ca
         (["1", 1, 1], TypeError, "must be a number, got '1'"),
         ([True, 1, 1], TypeError, "must be a number"),
         ("by_tokens", ValueError, "by_size"),
+        ({0: 1, 1: 2, 2: 3}, TypeError, "weights must be a sequence"),
         ([1e308, 1e308, 1e308], ValueError, "infinite"),
     ],
 )
@@ -88,6 +89,12 @@ def test_bad_weights(prefixes: list[str], weights: Any, error: type[Exception], 
 def test_no_sources() -> None:
     with pytest.raises(ValueError, match="at least one source"):
         Blend([])
+
+
+def test_one_node_is_one_source(prefixes: list[str]) -> None:
+    node = documents(prefixes[0])
+    with pytest.raises(ValueError, match="two sources of the blend are one node"):
+        Blend([node, documents(prefixes[1]), node])
 
 
 def test_by_size_draws_every_source_once(prefixes: list[str]) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import torch.distributed.checkpoint as dcp
 from torchdata.nodes import BaseNode, IterableWrapper
 
+from tdp_megatron.errors import StateMismatchError
 from tdp_megatron.nodes import Blend, DocumentSample, IndexedRead, Loader, LookAhead, Pack, Prefetch, Reroute, Shard
 from tdp_megatron.nodes.look_ahead import balanced_batches
 from tdp_megatron.schedule import CostModel
@@ -54,6 +57,42 @@ def test_skip_to_jumps_and_keeps_the_numbers(prefixes: list[str], read_ahead: bo
     again = Loader(Prefetch(root(prefixes)) if read_ahead else root(prefixes))
     again.load_state_dict(state)
     assert [refs_of(step) for step in again] == whole[8:]
+
+
+@pytest.mark.parametrize("read_ahead", [False, True])
+def test_a_skip_before_the_iteration_is_not_lost(prefixes: list[str], read_ahead: bool) -> None:
+    whole = [refs_of(step) for step in root(prefixes)]
+    loader = Loader(Prefetch(root(prefixes)) if read_ahead else root(prefixes))
+    loader.skip_to(4)
+    assert [refs_of(step) for step in loader] == whole[4:]
+    assert [refs_of(step) for step in loader] == whole  # the next iteration begins anew
+    steps = iter(loader)
+    next(steps)
+    loader.load_state_dict(loader.state_dict())
+    loader.skip_to(6)  # from the loaded place on
+    assert [refs_of(step) for step in loader] == whole[6:]
+
+
+def test_numbers_of_numpy_and_torch_stay_out_of_the_state(prefixes: list[str]) -> None:
+    """They come from checkpoints; a state that held one could not be restored, nor saved as JSON."""
+    whole = [refs_of(step) for step in root(prefixes)]
+    for consumed in (np.int64(30), torch.tensor(30), 30):
+        loader = Loader(root(prefixes, consumed_samples=consumed))
+        steps = iter(loader)
+        seen = [refs_of(next(steps))]
+        loader.skip_to(np.int32(6))
+        state = json.loads(json.dumps(loader.state_dict()))
+        again = Loader(root(prefixes))
+        again.load_state_dict(state)
+        assert seen + [refs_of(step) for step in again] == [whole[3], *whole[6:]]
+
+
+@pytest.mark.parametrize("last", [12, 13, 10**9])
+def test_a_stretch_may_reach_past_the_end(prefixes: list[str], last: int) -> None:
+    steps = [refs_of(step) for step in root(prefixes, skip=[(2, 4), (9, last)])]
+    whole = [refs_of(step) for step in root(prefixes)]
+    assert len(whole) == 12
+    assert steps == whole[:2] + whole[4:9]
 
 
 @pytest.mark.parametrize("read_ahead", [False, True])
@@ -167,7 +206,7 @@ def test_windows_and_steps_read_ahead_continue_on_other_ranks(prefixes: list[str
 
 
 def test_look_ahead_bad_arguments(prefixes: list[str]) -> None:
-    with pytest.raises(ValueError, match="num_batches must be a positive int"):
+    with pytest.raises(ValueError, match="num_batches must be at least 1"):
         LookAhead(samples(prefixes), global_batch_size=10, num_batches=0)
 
 
@@ -261,3 +300,32 @@ def test_shards_know_what_is_left(prefixes: list[str]) -> None:
         shard.reset(None)
     assert [shard.num_remaining() for shard in shards] == [3, 3, 2, 2]
     assert [len(shard.take(9)) for shard in shards] == [3, 3, 2, 2]
+
+
+def test_a_restored_shard_stands_where_the_saved_one_did(prefixes: list[str]) -> None:
+    for drawn in (0, 5, 11):
+        shard = Shard(samples(prefixes), rank=1, num_ranks=3)
+        shard.take(drawn)
+        fresh = Shard(samples(prefixes), rank=1, num_ranks=3)
+        fresh.reset(shard.state_dict())
+        assert fresh.position == shard.position == drawn
+        for one in (shard, fresh):
+            one.skip_to(20)
+        assert fresh.take(50).refs.tolist() == shard.take(50).refs.tolist()
+
+
+def test_a_blend_of_shards_resumes_at_every_step(prefixes: list[str]) -> None:
+    def blend() -> Blend:
+        sources = [DocumentSample(IndexedRead(p), max_seqlen=60) for p in prefixes]
+        return Blend([Shard(source, rank=1, num_ranks=2) for source in sources], [2, 1])
+
+    assert check_resume_at_every_step(blend, describe=lambda sample: sample.ref) > 10
+
+
+@pytest.mark.parametrize("place", [None, -1, 10**6, 1.5, True])
+def test_a_damaged_place_in_the_window_is_told(prefixes: list[str], place: Any) -> None:
+    node = windows(prefixes)
+    node.take(7)
+    state = {**node.state_dict(), "window_position": place}
+    with pytest.raises(StateMismatchError, match="window_position must be a number of samples"):
+        windows(prefixes).reset(state)

@@ -146,6 +146,11 @@ def test_content_dependent_loss_tokens_need_groups(prefixes: list[str]) -> None:
         ({"algorithm": "magic"}, ValueError, "unknown algorithm 'magic'"),
         ({"mode": "magic"}, ValueError, "magic"),
         ({"nonsense": 1}, TypeError, "nonsense"),
+        ({"consumed_samples": 12.0}, TypeError, "consumed_samples must be an int, got 12.0"),
+        ({"consumed_samples": 13}, ValueError, "nearest: 12, 24"),
+        ({"skip": (2, 4)}, TypeError, r"skip must hold pairs \(begin, end\) of ints, got 2"),
+        ({"skip": [(0.5, 2)]}, TypeError, "skip must hold pairs"),
+        ({"skip": [(4, 2)]}, ValueError, "0 <= begin <= end"),
     ],
 )
 def test_bad_arguments_show_at_once(
@@ -153,6 +158,33 @@ def test_bad_arguments_show_at_once(
 ) -> None:
     with pytest.raises(error, match=message):
         steps(prefixes, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"rank": 1.0}, TypeError, "rank must be an int, got 1.0"),
+        ({"rank": -1}, ValueError, "rank must not be negative"),
+        ({"pad_id": "x"}, TypeError, "pad_id must be an int"),
+        ({"agree_every": 0.5}, TypeError, "agree_every must be an int"),
+    ],
+)
+def test_bad_arguments_of_reroute(
+    prefixes: list[str], options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        Reroute(Pack(blend(prefixes), LAYOUT, global_batch_size=12), **options)
+
+
+def test_reroute_wants_plans(prefixes: list[str]) -> None:
+    with pytest.raises(TypeError, match="needs planned global batches of Pack or StreamPack, got Sample"):
+        next(Reroute(blend(prefixes)))
+
+
+def test_samples_of_one_pack_need_the_same_keys() -> None:
+    uneven = IterableWrapper([{"tokens": [1], "a": 1}, {"tokens": [2]}])
+    with pytest.raises(ValueError, match="sample 1 of dataset 0 has no key 'a'.*give every sample the same keys"):
+        next(Reroute(Pack(uneven, ParallelLayout(1, 1, 64), global_batch_size=2)))
 
 
 def test_another_batch_size_is_a_state_mismatch(prefixes: list[str]) -> None:
