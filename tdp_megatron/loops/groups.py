@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+import sys
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -13,7 +15,10 @@ from tdp_megatron.distributed import DpCpGroups, HostGroup
 from tdp_megatron.distributed.collectives import all_gather_rows
 from tdp_megatron.types import ParallelLayout
 
-__all__ = ["LoopGroups"]
+if TYPE_CHECKING:
+    from tdp_megatron.loops.session import PackingSession
+
+__all__ = ["LoopGroups", "known_groups", "membership"]
 
 
 class LoopGroups:
@@ -48,6 +53,8 @@ class LoopGroups:
         self.tp = HostGroup(tp_ranks, timeout_s) if self.tp_size > 1 else None
         self.pp = HostGroup(pp_ranks, timeout_s) if self.pp_size > 1 else None
         self._cp_group = cp_group
+        self.sessions: list[PackingSession] = []
+        """Sessions that use these groups, numbered alike on all ranks; one at a time works, in the same order."""
 
     @property
     def rank(self) -> int:
@@ -93,8 +100,8 @@ class LoopGroups:
 
         Args:
             pg_collection: an object with process groups ``dp_cp`` and, where they exist, ``tp``, ``pp``, ``dp``,
-                ``cp``; a mesh with axes of these names (``dp`` and, where they exist, the others); None for data
-                parallelism over all processes.
+                ``cp``; a mesh with axes of these names (``dp`` and, where they exist, the others); None for
+                Megatron's own groups where they are set up, else for data parallelism over all processes.
             max_seqlen_per_dp_cp_rank: the cap, tokens.
             sequence_parallel: whether a pack's tokens must divide by the TP size.
             timeout_s: deadline of each collective, seconds.
@@ -103,6 +110,7 @@ class LoopGroups:
             ValueError: the groups do not fit together.
         """
         cp_group: dist.ProcessGroup | None = None
+        pg_collection = known_groups(pg_collection)
         if isinstance(pg_collection, DeviceMesh):
             tp_ranks, pp_ranks, dp_cp_ranks, cp_size = _from_mesh(pg_collection)
         else:
@@ -121,6 +129,33 @@ class LoopGroups:
             tail_multiple=len(tp_ranks) if sequence_parallel else 1,
         )
         return cls(tp_ranks, pp_ranks, dp_cp_ranks, layout, timeout_s=timeout_s, cp_group=cp_group)
+
+
+def known_groups(pg_collection: Any) -> Any:
+    """The collection itself; Megatron's own groups where there is none and Megatron has set them up."""
+    if pg_collection is not None:
+        return pg_collection
+    # Whoever has set them up has imported Megatron already.
+    state = sys.modules.get("megatron.core.parallel_state")
+    if state is None or not state.model_parallel_is_initialized():
+        return None
+    return SimpleNamespace(
+        tp=state.get_tensor_model_parallel_group(),
+        pp=state.get_pipeline_model_parallel_group(),
+        cp=state.get_context_parallel_group(),
+        dp_cp=state.get_data_parallel_group(with_context_parallel=True),
+    )
+
+
+def membership(pg_collection: Any) -> Any:
+    """What tells collections apart: who belongs to their groups. Some loops make a new object at every step."""
+    pg_collection = known_groups(pg_collection)
+    if pg_collection is None:
+        return None
+    if isinstance(pg_collection, DeviceMesh):
+        mesh = pg_collection.mesh
+        return pg_collection.mesh_dim_names, tuple(mesh.shape), tuple(mesh.flatten().tolist())
+    return tuple(tuple(_ranks(pg_collection, name)) for name in ("tp", "pp", "cp", "dp_cp"))
 
 
 def _ranks(pg_collection: Any, name: str) -> list[int]:

@@ -22,7 +22,7 @@ from tdp_megatron.samples import FlatSamples, MappingReader, block_from_items, r
 from tdp_megatron.schedule import schedule
 from tdp_megatron.types import Int64Array, PackedBatch
 
-__all__ = ["LocalSamples", "LoopStep", "PackingSession", "read_microbatches"]
+__all__ = ["LocalSamples", "LoopStep", "PackingSession", "check_reader", "read_microbatches", "settle_all"]
 
 _OK, _END, _FAILED = b"O", b"S", b"E"
 #: Samples are numbered by data-parallel rank first, as Megatron does.
@@ -73,6 +73,32 @@ def read_microbatches(items: list[Any], groups: LoopGroups, token_keys: tuple[st
     return LocalSamples(read_block(block), groups.dp_rank * _RANK_STRIDE + mine, padded[mine])
 
 
+def check_reader(data_iterator: Any, groups: LoopGroups) -> None:
+    """Refuse what a rank that reads cannot read from.
+
+    Raises:
+        ValueError: it has no data iterator.
+        TypeError: it has something that is no iterator.
+    """
+    if not groups.reads:
+        return
+    if data_iterator is None:
+        raise ValueError(
+            f"TP rank {groups.tp_rank} of pipeline stage {groups.pp_rank} reads data; its data_iterator is None"
+        )
+    if not hasattr(data_iterator, "__next__"):
+        raise TypeError(
+            f"data_iterator must be an iterator, got {type(data_iterator).__name__}; give iter() of it, made once, "
+            "since every iter() begins anew"
+        )
+
+
+def settle_all(groups: LoopGroups) -> None:
+    """Wait for what the sessions of these groups make in the background: their collectives must not mix."""
+    for session in groups.sessions:
+        session.settle()
+
+
 class PackingSession:
     """Reads, plans and exchanges step after step, one ahead in the background.
 
@@ -86,10 +112,7 @@ class PackingSession:
     VERSION = 1
 
     def __init__(self, data_iterator: Iterator[Any] | None, config: LoopConfig, groups: LoopGroups) -> None:
-        if groups.reads and data_iterator is None:
-            raise ValueError(
-                f"TP rank {groups.tp_rank} of pipeline stage {groups.pp_rank} reads data; its data_iterator is None"
-            )
+        check_reader(data_iterator, groups)
         self.config = config
         self.groups = groups
         self._source = data_iterator if groups.reads else None
@@ -104,6 +127,12 @@ class PackingSession:
         if config.virtual_pipeline_model_parallel_size and config.microbatch_group_size_per_vp_stage:
             self._limits["microbatches_multiple"] = config.microbatch_group_size_per_vp_stage
         self._limits.update(config.scheduler_options)
+        groups.sessions.append(self)
+
+    @property
+    def source(self) -> Iterator[Any] | None:
+        """The data iterator; None on ranks that receive their packs."""
+        return self._source
 
     def next_step(self, num_microbatches: int) -> LoopStep:
         """The next global batch, of ``num_microbatches`` items of every data-parallel rank's iterator.
@@ -116,6 +145,7 @@ class PackingSession:
             raise ValueError(f"num_microbatches must be a positive int, got {num_microbatches!r}")
         if self._failure is not None:
             raise self._failure
+        settle_all(self.groups)
         try:
             step = self._take(num_microbatches)
         except Exception as error:
@@ -128,6 +158,11 @@ class PackingSession:
         if self.config.read_ahead:
             self._ahead = _Ahead(num_microbatches, lambda: self._produce(num_microbatches))
         return step
+
+    @property
+    def failure(self) -> Exception | None:
+        """What has ended this session; every later step raises it again."""
+        return self._failure
 
     def _take(self, num_microbatches: int) -> LoopStep:
         ahead, self._ahead = self._ahead, None
@@ -304,7 +339,7 @@ class PackingSession:
 
     def state_dict(self) -> dict[str, Any]:
         """Position after the last step handed out, and the data iterator's own state there, if it has one."""
-        self._settle()
+        self.settle()
         return {
             "version": self.VERSION,
             "step": self._step,
@@ -320,7 +355,7 @@ class PackingSession:
         """
         if state.get("version") != self.VERSION:
             raise StateMismatchError(f"saved state has version {state.get('version')!r}, expected {self.VERSION}")
-        self._settle()
+        self.settle()
         self._ahead = None
         self._failure = None
         self._pending.clear()
@@ -330,14 +365,14 @@ class PackingSession:
             load(state["data"])
         self._states = {self._consumed: state.get("data")}
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Wait for the background thread: until then the iterator is in its hands."""
         if self._ahead is not None:
             self._ahead.wait()
 
     def close(self) -> None:
         """Wait for the step read ahead and drop it."""
-        self._settle()
+        self.settle()
         self._ahead = None
 
 

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
+import torch.distributed as dist
 
+from tdp_megatron.distributed.collectives import all_gather_rows
+from tdp_megatron.errors import ExchangeError
 from tdp_megatron.loops.config import LoopConfig
-from tdp_megatron.loops.groups import LoopGroups
-from tdp_megatron.loops.session import LoopStep, PackingSession
+from tdp_megatron.loops.groups import LoopGroups, membership
+from tdp_megatron.loops.session import LoopStep, PackingSession, check_reader, settle_all
 from tdp_megatron.types import PackedBatch
 
 __all__ = ["PackedIterator", "get_batch_on_this_rank_for_sequence_packing", "packing_session", "wrap_data_iterator"]
 
-#: Sessions by the iterator they read; the iterator is kept alive so that its id stays its own.
-_SESSIONS: dict[tuple[int, int], tuple[Any, Any, PackingSession]] = {}
+#: Per job (its default group), the groups of its loops by their members and what else they depend on.
+_GROUPS: WeakKeyDictionary[Any, dict[Any, LoopGroups]] = WeakKeyDictionary()
 
 
 class PackedIterator(Iterator[PackedBatch]):
@@ -47,29 +52,85 @@ class PackedIterator(Iterator[PackedBatch]):
 def packing_session(data_iterator: Any, config: Any, pg_collection: Any = None) -> PackingSession:
     """The session behind a data iterator, made at the first call; for its ``state_dict`` and ``close``.
 
+    All ranks call it together: those that read no data learn which iterator is meant. A loop may have several, such
+    as one for training and one for validation.
+
     Args:
         data_iterator: as for ``wrap_data_iterator``.
         config: as for ``wrap_data_iterator``.
         pg_collection: as for ``wrap_data_iterator``.
+
+    Raises:
+        ValueError, TypeError: a rank that reads has no data iterator, or what is none.
+        ExchangeError: that has happened on the rank whose data this one receives, or a rank is gone or late.
     """
     if isinstance(data_iterator, PackingSession):
         return data_iterator
     loop_config = LoopConfig.of(config)
+    groups = _groups_of(loop_config, pg_collection)
     source = data_iterator
     if isinstance(data_iterator, Sequence):  # one iterator per virtual pipeline stage
         source = next((it for it in data_iterator if it is not None), None)
-    # Ranks that do not read have no iterator to be known by; their configuration is.
-    key = (id(config) if source is None else id(source), id(pg_collection))
-    if key not in _SESSIONS:
-        groups = LoopGroups.of(
-            pg_collection,
-            max_seqlen_per_dp_cp_rank=loop_config.max_seqlen_per_dp_cp_rank,
-            sequence_parallel=loop_config.sequence_parallel,
-            timeout_s=loop_config.data_timeout_s,
+    settle_all(groups)
+    number, problem = len(groups.sessions), None
+    if groups.reads:
+        number = next((i for i, s in enumerate(groups.sessions) if s.source is source), number)
+        try:
+            check_reader(source, groups)
+        except (TypeError, ValueError) as error:
+            number, problem = _NONE, error
+    agreed = _agreed_number(groups, number)
+    if problem is not None:
+        raise problem
+    if agreed == _NONE:
+        raise ExchangeError("the rank that reads the data for this one has no data iterator; see its own error")
+    if groups.reads and agreed != number:
+        raise ValueError(
+            f"the last pipeline stage reads data iterator {number}, the first one {agreed} (counted as they were first "
+            "used); give both the same"
         )
-        session = PackingSession(source, loop_config, groups)
-        _SESSIONS[key] = (config if source is None else source, pg_collection, session)
-    return _SESSIONS[key][2]
+    if agreed == len(groups.sessions):
+        return PackingSession(source, loop_config, groups)
+    return groups.sessions[agreed]
+
+
+_NONE = -1
+
+
+def _groups_of(config: LoopConfig, pg_collection: Any) -> LoopGroups:
+    if not dist.is_initialized():
+        raise RuntimeError("call torch.distributed.init_process_group first; a single process may, too")
+    known = _GROUPS.setdefault(dist.group.WORLD, {})
+    key = (
+        membership(pg_collection),
+        config.max_seqlen_per_dp_cp_rank,
+        config.sequence_parallel,
+        config.data_timeout_s,
+    )
+    if key not in known:
+        known[key] = LoopGroups.of(
+            pg_collection,
+            max_seqlen_per_dp_cp_rank=config.max_seqlen_per_dp_cp_rank,
+            sequence_parallel=config.sequence_parallel,
+            timeout_s=config.data_timeout_s,
+        )
+    return known[key]
+
+
+def _agreed_number(groups: LoopGroups, number: int) -> int:
+    """The number of a session, as TP rank 0 of the first pipeline stage knows it, on all its receivers."""
+    what = "choosing the data iterator"
+    row = np.array([number], dtype=np.int64)
+    try:
+        if groups.tp_rank == 0 and groups.pp is not None and groups.pp.size > 2:
+            row = all_gather_rows(groups.pp, row, what)[0]
+        if groups.tp is not None:
+            row = all_gather_rows(groups.tp, row, what)[0]
+    except ExchangeError as error:
+        # A rank is gone; the first error that said so says most.
+        failures = [session.failure for session in groups.sessions]
+        raise next((failure for failure in failures if isinstance(failure, ExchangeError)), error) from None
+    return int(row[0])
 
 
 def wrap_data_iterator(
@@ -89,7 +150,7 @@ def wrap_data_iterator(
             Megatron's ``TransformerConfig``.
         num_microbatches: items to draw per data-parallel rank.
         pg_collection: Megatron's process group collection, a ``DeviceMesh`` with axes named ``dp``, ``cp``, ``tp``,
-            ``pp``, or None for data parallelism alone.
+            ``pp``, or None for Megatron's own groups where they are set up, else for data parallelism alone.
 
     Returns:
         An iterator over packed microbatches (a list of them with virtual pipelining), their number, the sum of real

@@ -402,6 +402,69 @@ def test_without_groups_all_ranks_are_data_parallel() -> None:
     assert all(tokens.count(100 * r + i) >= 2 for r in range(2) for i in range(5))
 
 
+@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 1, 1), (1, 4, 1), (2, 2, 1)], ids=str)
+@pytest.mark.parametrize("groups_made", ["once", "every step"])
+def test_validation_between_training_steps(shape: tuple[int, int, int], groups_made: str) -> None:
+    """Two iterators take turns; ranks that read none, and loops that describe their groups anew, follow."""
+    tp, pp, cp = shape
+    world = 2 * tp * pp * cp if tp * pp < 4 else 4
+    grid = Grid(world, tp, pp, cp)
+
+    def body(rank: int, world: int) -> list[list[int]]:
+        groups = grid.collection(rank)
+        mine_tp, mine_pp, dp, _ = grid.place(rank)
+        reads = mine_tp == 0 and mine_pp in (0, grid.pp - 1)
+        train, valid = (
+            iter([{"tokens": torch.full((3,), base + 10 * dp + i)} for i in range(9)]) if reads else None
+            for base in (100, 500)
+        )
+        seen = []
+        for iterator in (train, train, valid, train, valid, valid):
+            again = groups if groups_made == "once" else SimpleNamespace(**vars(groups))
+            packed, *_ = wrap_data_iterator(iterator, CONFIG, 1, again)
+            ids = sorted(ref for batch in packed for ref in batch.refs)
+            tokens = [t for batch in packed.step.batches for t in batch.tokens[~batch.padding_mask].unique().tolist()]
+            seen.append(tokens if packed.step.has_tokens else [-len(ids)])
+        return seen
+
+    ranks = run_ranks(body, world)
+    wanted = [100, 101, 500, 102, 501, 502]
+    for step, first in enumerate(wanted):
+        found = sorted({t for rank in ranks for t in rank[step] if t >= 0})
+        assert found == [first + 10 * d for d in range(grid.dp)], (step, found)
+
+
+def test_a_reader_without_data_is_told_to_its_receivers() -> None:
+    grid = Grid(2, 2, 1, 1)
+
+    def body(rank: int, world: int) -> list[str]:
+        groups = grid.collection(rank)
+        messages = []
+        for source in (None, [{"tokens": torch.arange(3)}]):
+            with pytest.raises((TypeError, ValueError, ExchangeError)) as caught:
+                wrap_data_iterator(source if rank == 0 else None, CONFIG, 1, groups)
+            messages.append(f"{type(caught.value).__name__}: {caught.value}")
+        packed, *_ = wrap_data_iterator(iter([{"tokens": torch.arange(3)}]) if rank == 0 else None, CONFIG, 1, groups)
+        assert len(packed) == 1
+        return messages
+
+    reader, receiver = run_ranks(body, 2)
+    assert reader[0].startswith("ValueError: TP rank 0 of pipeline stage 0 reads data")
+    assert reader[1].startswith("TypeError: data_iterator must be an iterator, got dict")
+    assert all(message.startswith("ExchangeError: the rank that reads the data") for message in receiver)
+
+
+def test_what_is_iterable_but_no_iterator_is_refused() -> None:
+    def body(rank: int, world: int) -> None:
+        loader = torch.utils.data.DataLoader([{"tokens": torch.arange(3)}], collate_fn=list)
+        with pytest.raises(TypeError, match=r"must be an iterator, got DataLoader; give iter\(\) of it"):
+            wrap_data_iterator(loader, CONFIG, 1)
+        packed, *_ = wrap_data_iterator(iter(loader), CONFIG, 1)
+        assert tokens_of(packed) == [[0, 1, 2]]
+
+    run_ranks(body, 1)
+
+
 @pytest.mark.parametrize(
     ("config", "number", "message"),
     [

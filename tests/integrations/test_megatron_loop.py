@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from tdp_megatron.loops import wrap_data_iterator
 from tdp_megatron.testing import run_ranks
 
 # megatron-core warns of what is not installed, and torch of what megatron-core uses.
@@ -70,3 +72,22 @@ def test_losses_of_one_rank_of_two_and_of_a_resumed_run_are_equal(
     assert first == second == pytest.approx(one, rel=1e-4)
     assert one[-1] < one[0]
     assert run_ranks(body, 2, [2, 1, 3])[0] == pytest.approx(one, rel=1e-4)
+
+
+def test_megatrons_own_groups_are_found() -> None:
+    """As in Megatron, a loop need not name its groups; TP ranks are no data-parallel ranks then."""
+    pytest.importorskip("megatron.core", reason="megatron-core is not installed", exc_type=ImportError)
+
+    def body(rank: int, world: int) -> list[list[int]]:
+        from megatron.core import parallel_state
+
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+        config = SimpleNamespace(max_seqlen_per_dp_cp_rank=64, data_timeout_s=20.0)
+        samples = iter([{"tokens": torch.full((2,), 10 * (rank // 2) + i)} for i in range(4)])
+        packed, *_ = wrap_data_iterator(samples if rank % 2 == 0 else None, config, 2)
+        return [batch.tokens[~batch.padding_mask].tolist() for batch in packed]
+
+    ranks = run_ranks(body, 4)
+    assert ranks[0] == ranks[1]
+    assert ranks[2] == ranks[3]
+    assert sorted(t for rank in ranks[::2] for pack in rank for t in pack) == [0, 0, 1, 1, 10, 10, 11, 11]
