@@ -235,7 +235,12 @@ class Sample(Mapping[str, Any]):
         if self._values is None:
             import torch
 
-            arrays = {key: np.zeros(self.seqlen, dtype=dtype) for key, dtype in self._reader.token_keys.items()}
+            # Users' samples may have several numbers per token.
+            shape_of = getattr(self._reader, "token_shape", lambda key: ())
+            arrays = {
+                key: np.zeros((self.seqlen, *shape_of(key)), dtype=dtype)
+                for key, dtype in self._reader.token_keys.items()
+            }
             one = np.zeros(1, dtype=np.int64)
             self._reader.read_spans(
                 np.array([self._sample_id], dtype=np.int64),

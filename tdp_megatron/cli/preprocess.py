@@ -143,6 +143,7 @@ def preprocess(
     Raises:
         FormatError: a bad line or file, an EOD the tokenizer lacks, or no document at all. Nothing is written then.
         FileNotFoundError: an input does not exist.
+        NotADirectoryError: the output's folder is a file.
         ValueError: an argument is wrong.
     """
     started = time.perf_counter()
@@ -158,7 +159,11 @@ def preprocess(
     if eod_token is not None and not append_eod:
         raise ValueError("--eod-token has no effect without --append-eod")
     encoder = DocumentEncoder(tokenizer, tuple(json_keys), eod, out_dtype.name, not skip_bad)
-    os.makedirs(os.path.dirname(output_prefix) or ".", exist_ok=True)
+    folder = os.path.dirname(output_prefix) or "."
+    try:
+        os.makedirs(folder, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise NotADirectoryError(f"--output-prefix {output_prefix}: {folder} is a file or lies in one") from None
 
     stats = PreprocessStats()
     with contextlib.ExitStack() as stack:

@@ -33,7 +33,7 @@ class TemporaryOutput:
         _remove_abandoned(path)
         while True:
             self.temporary_path = f"{path}.{secrets.token_hex(4)}.tmp"
-            self.file: IO[bytes] = open(self.temporary_path, "xb", buffering=_BUFFER)  # noqa: SIM115
+            self.file: IO[bytes] = self._created()
             with contextlib.suppress(OSError):
                 fcntl.flock(self.file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
             # Another writer may have taken it for abandoned between its creation and its lock.
@@ -41,6 +41,17 @@ class TemporaryOutput:
                 break
             self.file.close()
         self._discard = weakref.finalize(self, _discard, self.file, self.temporary_path)
+
+    def _created(self) -> IO[bytes]:
+        try:
+            return open(self.temporary_path, "xb", buffering=_BUFFER)
+        except OSError as error:
+            folder = os.path.dirname(self.path) or "."
+            why = os.strerror(error.errno or 0)
+            if not os.path.isdir(folder):
+                why = f"{folder} is {'a file' if os.path.exists(folder) else 'missing'}; make that folder first"
+            # The temporary name says nothing to who has asked for the file.
+            raise OSError(error.errno, f"cannot write it: {why}", self.path) from error
 
     def sync(self) -> None:
         """Write everything to the device."""

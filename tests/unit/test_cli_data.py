@@ -286,3 +286,28 @@ def test_source_that_changes_while_it_is_merged(folder: Path, tmp_path: Path, mo
     with pytest.raises(FormatError, match="changed while in use"):
         builder.add_index(path)
     assert not (tmp_path / "out.bin").exists()
+
+
+@pytest.mark.parametrize("folder", ["missing", "a.bin"])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("merge", "--input", "pairs", "--output-prefix", "{}/all"),
+        ("sequences", "--data-path", "a", "--per-dataset-sequences-path", "{}/all"),
+        ("simulate", "a", "--dp", "2", "--html", "{}/all"),
+        ("simulate", "a", "--dp", "2", "--trace", "{}/all"),
+    ],
+    ids=lambda arguments: arguments[0] + arguments[-2],
+)
+def test_an_output_whose_folder_is_none_names_file_and_remedy(
+    corpora: Path, arguments: tuple[str, ...], folder: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (corpora / "pairs").mkdir()
+    write(corpora / "pairs" / "p", [[[1]]])
+    before = sorted(corpora.rglob("*"))
+    assert main([argument.format(folder) for argument in arguments]) == 1
+    what = "missing" if folder == "missing" else "a file"
+    message = capsys.readouterr().err
+    assert f"cannot write it: {folder} is {what}; make that folder first: '{folder}/all" in message
+    assert ".tmp" not in message
+    assert sorted(corpora.rglob("*")) == before

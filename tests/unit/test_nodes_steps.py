@@ -181,6 +181,13 @@ def test_reroute_wants_plans(prefixes: list[str]) -> None:
         next(Reroute(blend(prefixes)))
 
 
+def test_samples_with_several_numbers_per_token_can_be_looked_at() -> None:
+    source = IterableWrapper([{"tokens": [1, 2], "weight": torch.arange(6.0).reshape(2, 3)}])
+    batch = next(Pack(source, ParallelLayout(1, 1, 64), global_batch_size=1, token_keys=["weight"]))
+    assert batch.block is not None
+    assert batch.block[0]["weight"].tolist() == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
+
+
 def test_samples_of_one_pack_need_the_same_keys() -> None:
     uneven = IterableWrapper([{"tokens": [1], "a": 1}, {"tokens": [2]}])
     with pytest.raises(ValueError, match="sample 1 of dataset 0 has no key 'a'.*give every sample the same keys"):

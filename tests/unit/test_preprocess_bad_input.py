@@ -177,7 +177,7 @@ def test_failure_leaves_the_old_pair(tmp_path: Path) -> None:
         (["--input", "{a}.no", "--output-prefix", "{out}/x"], 1, "input .*a.jsonl.no does not exist"),
         (["--input", "{empty}", "--output-prefix", "{out}/x"], 1, "no files in"),
         (["--input", "{empty}", "--output-prefix", "{out}/x", "--text-glob", "*.c"], 1, r"no files that match \*.c in"),
-        (["--input", "{a}", "--output-prefix", "{a}/x"], 1, "Not a directory|File exists"),
+        (["--input", "{a}", "--output-prefix", "{a}/x"], 1, "a.jsonl is a file or lies in one"),
         (["--input", "{a}", "--output-prefix", "{out}/x", "--tokenizer", "{a}.no"], 1, "tokenizer .* does not exist"),
     ],
 )
