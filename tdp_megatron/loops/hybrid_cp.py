@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from tdp_megatron.distributed import Exchange
+from tdp_megatron.loops.checks import check_state
 from tdp_megatron.loops.config import LoopConfig
 from tdp_megatron.loops.groups import LoopGroups
 from tdp_megatron.loops.session import LocalSamples, read_microbatches
@@ -144,8 +145,13 @@ class HybridCPDataLoaderWrapper:
         return {"version": self.VERSION, "step": self._step, "data": None if get_state is None else get_state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a saved position; an iterator without ``load_state_dict`` must stand there already."""
-        self._step = int(state["step"])
+        """Go to a saved position; an iterator without ``load_state_dict`` must stand there already.
+
+        Raises:
+            StateMismatchError: it is no saved state, or of another version.
+        """
+        check_state(state, self.VERSION, ("step",))
+        self._step = state["step"]
         self._failure = None
         load = getattr(self.data_iterator, "load_state_dict", None)
         if load is not None and state.get("data") is not None:

@@ -32,7 +32,7 @@ def samples_of(item: Any) -> list[dict[str, Any]]:
     if isinstance(item, Mapping):
         if "tokens" not in item:
             raise ValueError(f"a microbatch needs the key 'tokens'; it has {sorted(map(str, item))}")
-        if "cu_seqlens" in item:
+        if item.get("cu_seqlens") is not None:
             return split_packed(item)
         tokens = torch.as_tensor(item["tokens"])
         if tokens.ndim == 1:
@@ -43,8 +43,11 @@ def samples_of(item: Any) -> list[dict[str, Any]]:
         for key, value in item.items():
             if value is None:
                 continue
-            if len(value) != len(rows):
-                raise ValueError(f"key {key!r} has {len(value)} rows, tokens have {len(rows)}")
+            count = len(value) if hasattr(value, "__len__") and getattr(value, "ndim", None) != 0 else 0
+            if count != len(rows):
+                raise ValueError(
+                    f"key {key!r} has {count} rows, tokens have {len(rows)}; give it a row per sample, or leave it out"
+                )
             for row, part in zip(rows, value, strict=True):
                 row[key] = part
         return rows
@@ -57,8 +60,11 @@ def split_packed(item: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The sequences of a packed sample, empty ones left out.
 
     Args:
-        item: ``cu_seqlens`` [n + 1], and per-token keys whose first dimension is ``cu_seqlens[-1]``; other keys go
-            with every sequence.
+        item: ``cu_seqlens`` [n + 1], ``tokens`` [S] with S at least ``cu_seqlens[-1]``, and other per-token keys
+            [S, ...]; a leading dimension of 1 is taken off. Other keys go with every sequence.
+
+    Raises:
+        ValueError: ``cu_seqlens`` do not rise from 0 to at most S.
     """
     cu = torch.as_tensor(item["cu_seqlens"]).reshape(-1).tolist()
     size = len(torch.as_tensor(item["tokens"]).reshape(-1))
@@ -72,8 +78,9 @@ def split_packed(item: Mapping[str, Any]) -> list[dict[str, Any]]:
         for key, value in item.items():
             if key in _PACK_KEYS:
                 continue
-            flat = value.reshape(-1) if key == "tokens" else value
-            per_token = hasattr(flat, "shape") and len(flat.shape) > 0 and flat.shape[0] == size
+            shape = tuple(getattr(value, "shape", ()))
+            flat = value[0] if shape[:2] == (1, size) else value
+            per_token = shape[:1] == (size,) or shape[:2] == (1, size)
             part[key] = flat[begin:end] if per_token else value
         parts.append(part)
     return parts

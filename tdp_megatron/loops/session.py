@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
-import torch
 
-from tdp_megatron.background import BackgroundThread
 from tdp_megatron.distributed import Exchange, HostGroup
 from tdp_megatron.distributed.collectives import all_gather_rows, broadcast_bytes, gather_texts
-from tdp_megatron.errors import ExchangeError, StateMismatchError
+from tdp_megatron.errors import ExchangeError
+from tdp_megatron.loops.ahead import Ahead
 from tdp_megatron.loops.bundle import StepBundle
+from tdp_megatron.loops.checks import check_reader, check_state
 from tdp_megatron.loops.config import LoopConfig
 from tdp_megatron.loops.groups import LoopGroups
 from tdp_megatron.loops.microbatch import lengths_of, samples_of
@@ -22,7 +24,13 @@ from tdp_megatron.samples import FlatSamples, MappingReader, block_from_items, r
 from tdp_megatron.schedule import schedule
 from tdp_megatron.types import Int64Array, PackedBatch
 
-__all__ = ["LocalSamples", "LoopStep", "PackingSession", "check_reader", "read_microbatches", "settle_all"]
+__all__ = [
+    "LocalSamples",
+    "LoopStep",
+    "PackingSession",
+    "read_microbatches",
+    "settle_all",
+]
 
 _OK, _END, _FAILED = b"O", b"S", b"E"
 #: Samples are numbered by data-parallel rank first, as Megatron does.
@@ -73,26 +81,6 @@ def read_microbatches(items: list[Any], groups: LoopGroups, token_keys: tuple[st
     return LocalSamples(read_block(block), groups.dp_rank * _RANK_STRIDE + mine, padded[mine])
 
 
-def check_reader(data_iterator: Any, groups: LoopGroups) -> None:
-    """Refuse what a rank that reads cannot read from.
-
-    Raises:
-        ValueError: it has no data iterator.
-        TypeError: it has something that is no iterator.
-    """
-    if not groups.reads:
-        return
-    if data_iterator is None:
-        raise ValueError(
-            f"TP rank {groups.tp_rank} of pipeline stage {groups.pp_rank} reads data; its data_iterator is None"
-        )
-    if not hasattr(data_iterator, "__next__"):
-        raise TypeError(
-            f"data_iterator must be an iterator, got {type(data_iterator).__name__}; give iter() of it, made once, "
-            "since every iter() begins anew"
-        )
-
-
 def settle_all(groups: LoopGroups) -> None:
     """Wait for what the sessions of these groups make in the background: their collectives must not mix."""
     for session in groups.sessions:
@@ -121,7 +109,7 @@ class PackingSession:
         self._consumed = 0  # microbatches of the data iterator
         self._pending: list[Any] = []  # items read ahead, until their step has been handed out
         self._states: dict[int, Any] = {0: self._source_state()}  # the iterator's state after so many items
-        self._ahead: _Ahead | None = None
+        self._ahead: Ahead[LoopStep] | None = None
         self._failure: Exception | None = None
         self._limits: dict[str, Any] = {"equal_count": True}
         if config.virtual_pipeline_model_parallel_size and config.microbatch_group_size_per_vp_stage:
@@ -156,7 +144,7 @@ class PackingSession:
         del self._pending[:num_microbatches]
         self._states = {n: s for n, s in self._states.items() if n >= self._consumed}
         if self.config.read_ahead:
-            self._ahead = _Ahead(num_microbatches, lambda: self._produce(num_microbatches))
+            self._ahead = Ahead(num_microbatches, lambda: self._produce(num_microbatches))
         return step
 
     @property
@@ -167,15 +155,17 @@ class PackingSession:
     def _take(self, num_microbatches: int) -> LoopStep:
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
-            step = ahead.result()
             if ahead.num_microbatches == num_microbatches:
-                return step
+                return ahead.result()
             # The batch size has changed, on all ranks alike: the items are kept, the plan is made again.
+            with suppress(StopIteration):  # too few for the old size may be enough for the new one
+                ahead.result()
         return self._produce(num_microbatches)
 
     def _source_state(self) -> Any:
         get_state = getattr(self._source, "state_dict", None)
-        return None if get_state is None else get_state()
+        # Kept until its step has been handed out; the iterator may go on changing what it gave.
+        return None if get_state is None else copy.deepcopy(get_state())
 
     def _fill(self, num_microbatches: int) -> None:
         """Read until enough items are pending; raises StopIteration when the data ends."""
@@ -352,9 +342,11 @@ class PackingSession:
 
         A data iterator with ``load_state_dict`` is taken there; another must stand there already, as one made from
         Megatron's ``consumed_samples`` does.
+
+        Raises:
+            StateMismatchError: it is no saved state, or of another version.
         """
-        if state.get("version") != self.VERSION:
-            raise StateMismatchError(f"saved state has version {state.get('version')!r}, expected {self.VERSION}")
+        check_state(state, self.VERSION, ("step", "num_microbatches"))
         self.settle()
         self._ahead = None
         self._failure = None
@@ -382,34 +374,3 @@ class _ToldStagesError(Exception):
     def __init__(self, cause: Exception) -> None:
         super().__init__(str(cause))
         self.cause = cause
-
-
-class _Ahead:
-    """A step in the making, in a thread of its own."""
-
-    def __init__(self, num_microbatches: int, make: Callable[[], LoopStep]) -> None:
-        self.num_microbatches = num_microbatches
-        self._step: LoopStep | None = None
-        self._error: BaseException | None = None
-        device = torch.cuda.current_device() if torch.cuda.is_available() else None
-
-        def run() -> None:
-            try:
-                if device is not None:
-                    torch.cuda.set_device(device)
-                self._step = make()
-            except BaseException as error:
-                self._error = error
-
-        self._thread = BackgroundThread(run, name="tdp-read-ahead")
-        self._thread.start()
-
-    def wait(self) -> None:
-        self._thread.join()
-
-    def result(self) -> LoopStep:
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-        assert self._step is not None
-        return self._step

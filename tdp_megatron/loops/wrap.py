@@ -12,9 +12,10 @@ import torch.distributed as dist
 
 from tdp_megatron.distributed.collectives import all_gather_rows
 from tdp_megatron.errors import ExchangeError
+from tdp_megatron.loops.checks import check_reader
 from tdp_megatron.loops.config import LoopConfig
 from tdp_megatron.loops.groups import LoopGroups, membership
-from tdp_megatron.loops.session import LoopStep, PackingSession, check_reader, settle_all
+from tdp_megatron.loops.session import LoopStep, PackingSession, settle_all
 from tdp_megatron.types import PackedBatch
 
 __all__ = ["PackedIterator", "get_batch_on_this_rank_for_sequence_packing", "packing_session", "wrap_data_iterator"]

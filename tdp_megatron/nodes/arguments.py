@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
 from typing import Any
 
-__all__ = ["checked_int"]
+__all__ = ["checked_int", "checked_names"]
 
 
 def checked_int(name: str, value: Any, *, least: int | None = None) -> int:
@@ -30,3 +31,15 @@ def checked_int(name: str, value: Any, *, least: int | None = None) -> int:
         limit = "not be negative" if least == 0 else f"be at least {least}"
         raise ValueError(f"{name} must {limit}, got {number}")
     return number
+
+
+def checked_names(name: str, value: Iterable[str]) -> tuple[str, ...]:
+    """Several names; a lone text, which would be taken letter by letter, is refused.
+
+    Raises:
+        TypeError: it is a text, or holds something else than texts.
+    """
+    names = () if isinstance(value, str) else tuple(value)
+    if isinstance(value, str) or not all(isinstance(one, str) for one in names):
+        raise TypeError(f"{name} must be a sequence of names, such as ('reward',), got {value!r}")
+    return names

@@ -11,7 +11,7 @@ from torchdata.nodes import BaseNode
 
 from tdp_megatron.datasets.readers import TokenFileReader
 from tdp_megatron.errors import StateMismatchError
-from tdp_megatron.nodes.arguments import checked_int
+from tdp_megatron.nodes.arguments import checked_int, checked_names
 from tdp_megatron.nodes.base import Node, SampleSource, draw_block, skip_samples
 from tdp_megatron.ops import BatchBuffers
 from tdp_megatron.samples import STANDARD_TOKEN_KEYS, MappingReader, read_spans_by_reader, token_key_specs
@@ -97,7 +97,7 @@ class Batch(Node[dict[str, Any]]):
         self.sequence_length = found
         self.pad_id = pad_id
         self.drop_last = drop_last
-        self.token_keys = tuple(token_keys)
+        self.token_keys = checked_names("token_keys", token_keys)
         self._buffers: BatchBuffers | None = None
         self._buffers_for: tuple[tuple[SampleReader, ...], int] | None = None
         places = np.arange(micro_batch_size, dtype=np.int64)

@@ -13,7 +13,7 @@ from torchdata.nodes import BaseNode
 
 from tdp_megatron.distributed import Exchange, GlobalSamples
 from tdp_megatron.errors import ScheduleError
-from tdp_megatron.nodes.arguments import checked_int
+from tdp_megatron.nodes.arguments import checked_int, checked_names
 from tdp_megatron.nodes.base import BeyondEndError, Node, draw_block, require_node, skip_samples
 from tdp_megatron.ops import allocate_pack, build_pack_table, pack_raw_tokens, packed_batches
 from tdp_megatron.samples import FlatSamples, MappingReader, read_block, read_spans_by_reader, token_key_specs
@@ -173,7 +173,7 @@ class Pack(Node[GlobalBatch]):
         self.mode = mode
         self.exchange = exchange
         self.drop_last = drop_last
-        self.token_keys = tuple(token_keys)
+        self.token_keys = checked_names("token_keys", token_keys)
         self.check_plans = check_plans
         self.limits = limits
         # Wrong names and types show here, not at the first step.

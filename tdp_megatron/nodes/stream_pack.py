@@ -10,7 +10,7 @@ import numpy as np
 from torchdata.nodes import BaseNode
 
 from tdp_megatron.errors import ScheduleError, StateMismatchError
-from tdp_megatron.nodes.arguments import checked_int
+from tdp_megatron.nodes.arguments import checked_int, checked_names
 from tdp_megatron.nodes.base import Node, draw_block, require_node
 from tdp_megatron.nodes.pack import GlobalBatch, declare_token_keys
 from tdp_megatron.schedule import CostModel, StreamScheduler, StreamWave, imbalance
@@ -69,7 +69,7 @@ class StreamPack(Node[GlobalBatch]):
         self.waves_per_batch = checked_int("waves_per_batch", waves_per_batch, least=1)
         self.max_sequences = max_sequences
         self.cost = DEFAULT_COST if cost is None else cost
-        self.token_keys = tuple(token_keys)
+        self.token_keys = checked_names("token_keys", token_keys)
         self.drop_last = drop_last
         self._scheduler = self._new_scheduler()  # wrong arguments show here, not at the first step
 

@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from tdp_megatron.errors import ExchangeError
+from tdp_megatron.errors import ExchangeError, StateMismatchError
 from tdp_megatron.loops import (
+    HybridCPDataLoaderWrapper,
     PackedIterator,
     get_batch_on_this_rank_for_sequence_packing,
     packing_session,
@@ -387,6 +388,120 @@ def test_multi_token_prediction_needs_tokens_on_the_last_stage() -> None:
         assert tokens is not None
 
     run_ranks(body, 2)
+
+
+def test_the_last_items_make_a_smaller_batch() -> None:
+    """Reading ahead has found too few items for the old batch size; the new one takes them."""
+    grid = Grid(4, 2, 1, 1)
+
+    def body(rank: int, world: int) -> list[int]:
+        tp, _, dp, _ = grid.place(rank)
+        groups = grid.collection(rank)
+        items = iter([{"tokens": torch.full((2,), 10 * dp + i)} for i in range(6)]) if tp == 0 else None
+        seen = []
+        for n in (4, 2):
+            packed, *_ = wrap_data_iterator(items, CONFIG, n, groups)
+            seen += [t for batch in packed for t in batch.tokens[~batch.padding_mask].unique().tolist()]
+        with pytest.raises(StopIteration):
+            wrap_data_iterator(items, CONFIG, 2, groups)
+        return seen
+
+    ranks = run_ranks(body, 4)
+    assert sorted(t for rank in ranks[::2] for t in rank) == [*range(6), *range(10, 16)]
+    assert ranks[::2] == ranks[1::2]
+
+
+def test_a_state_that_the_iterator_goes_on_changing() -> None:
+    class Live(Stateful):
+        def __init__(self, items: list[Any]) -> None:
+            super().__init__(items)
+            self.state = {"at": 0}
+
+        def __next__(self) -> Any:
+            item = super().__next__()
+            self.state["at"] = self.at
+            return item
+
+        def state_dict(self) -> dict[str, int]:
+            return self.state
+
+    def body(rank: int, world: int) -> None:
+        iterator = Live([{"tokens": torch.arange(3)}] * 20)
+        for step in range(1, 5):
+            packed, *_ = wrap_data_iterator(iterator, CONFIG, 2)
+            assert packed.state_dict()["data"] == {"at": 2 * step}
+
+    run_ranks(body, 1)
+
+
+@pytest.mark.parametrize("state", [None, {}, {"version": 2}, {"version": 1}, {"version": 1, "step": -1}])
+def test_what_is_no_state_is_refused(state: Any) -> None:
+    def body(rank: int, world: int) -> None:
+        for adapter in (packing_session(iter([]), CONFIG), HybridCPDataLoaderWrapper(iter([]), CONFIG)):
+            with pytest.raises(StateMismatchError, match="saved state"):
+                adapter.load_state_dict(state)
+
+    run_ranks(body, 1)
+
+
+S = 8
+ITEMS: dict[str, tuple[Any, list[list[int]]]] = {
+    "packed": ({"tokens": torch.arange(S), "cu_seqlens": torch.tensor([0, 3, 3, S])}, [[0, 1, 2], [3, 4, 5, 6, 7]]),
+    "packed, padded": ({"tokens": torch.arange(S), "cu_seqlens": torch.tensor([0, 3, 6])}, [[0, 1, 2], [3, 4, 5]]),
+    "packed batch of one": (
+        {
+            "tokens": torch.arange(S)[None],
+            "labels": torch.arange(S)[None] + 1,
+            "loss_mask": torch.ones(1, S),
+            "position_ids": torch.arange(S)[None],
+            "cu_seqlens": torch.tensor([[0, 3, S]], dtype=torch.int32),
+        },
+        [[0, 1, 2], [3, 4, 5, 6, 7]],
+    ),
+    "not packed after all": ({"tokens": torch.arange(S), "cu_seqlens": None, "max_seqlen": None}, [[*range(S)]]),
+    "rows": ({"tokens": torch.arange(S).reshape(2, 4), "attention_mask": None}, [[0, 1, 2, 3], [4, 5, 6, 7]]),
+    "lists": ([{"tokens": [1, 2]}, {"tokens": np.array([3], dtype=np.uint8)}], [[1, 2], [3]]),
+}
+
+
+@pytest.mark.parametrize("kind", ITEMS)
+def test_kinds_of_items(kind: str) -> None:
+    item, wanted = ITEMS[kind]
+
+    def body(rank: int, world: int) -> None:
+        config = SimpleNamespace(max_seqlen_per_dp_cp_rank=LIMIT)
+        packed, _, total, squares = wrap_data_iterator(iter([item]), config, 1)
+        found = []
+        for batch in packed:
+            edges = batch.cu_seqlens.tolist()
+            found += [batch.tokens[a:b].tolist() for a, b in itertools.pairwise(edges[: len(batch.sample_ids) + 1])]
+            assert not set(batch.extras) & {"cu_seqlens", "max_seqlen", "attention_mask"}
+        assert sorted(found) == wanted
+        assert (total, squares) == (sum(map(len, wanted)), sum(len(w) ** 2 for w in wanted))
+
+    run_ranks(body, 1)
+
+
+@pytest.mark.parametrize(
+    ("item", "message"),
+    [
+        ({"tokens": torch.zeros(2, 4, dtype=torch.int64), "epoch": 3}, "key 'epoch' has 0 rows, tokens have 2"),
+        ({"tokens": torch.zeros(2, 4, dtype=torch.int64), "epoch": torch.tensor(3)}, "key 'epoch' has 0 rows"),
+        ({"tokens": torch.zeros(2, 4, dtype=torch.int64), "mask": torch.ones(1, 1, 4, 4)}, "'mask' has 1 rows"),
+        ({"tokens": torch.arange(S), "cu_seqlens": torch.tensor([0, 9])}, "do not describe 8 tokens"),
+        ({"tokens": torch.arange(S), "cu_seqlens": torch.tensor([0, 5, 3])}, "do not describe 8 tokens"),
+        ({"tokens": torch.arange(S), "cu_seqlens": torch.tensor([1, 8])}, "do not describe 8 tokens"),
+        ({"input_ids": torch.arange(S)}, "needs the key 'tokens'; it has .'input_ids'"),
+        ((torch.arange(S), torch.arange(S)), "must yield mappings or lists of mappings, got Tensor"),
+        (None, "got NoneType"),
+    ],
+)
+def test_items_that_are_no_samples(item: Any, message: str) -> None:
+    def body(rank: int, world: int) -> None:
+        with pytest.raises(ExchangeError, match=message):
+            wrap_data_iterator(iter([item]), SimpleNamespace(max_seqlen_per_dp_cp_rank=LIMIT), 1)
+
+    run_ranks(body, 1)
 
 
 def test_without_groups_all_ranks_are_data_parallel() -> None:

@@ -148,6 +148,7 @@ def test_content_dependent_loss_tokens_need_groups(prefixes: list[str]) -> None:
         ({"nonsense": 1}, TypeError, "nonsense"),
         ({"consumed_samples": 12.0}, TypeError, "consumed_samples must be an int, got 12.0"),
         ({"consumed_samples": 13}, ValueError, "nearest: 12, 24"),
+        ({"token_keys": "reward"}, TypeError, "token_keys must be a sequence of names"),
         ({"skip": (2, 4)}, TypeError, r"skip must hold pairs \(begin, end\) of ints, got 2"),
         ({"skip": [(0.5, 2)]}, TypeError, "skip must hold pairs"),
         ({"skip": [(4, 2)]}, ValueError, "0 <= begin <= end"),
