@@ -41,6 +41,8 @@ class FileIdentity:
     @classmethod
     def of(cls, path: str, descriptor: int | None = None) -> FileIdentity:
         """The identity of ``path`` now, or of what ``descriptor`` has open."""
+        # It may be opened later, or again, when the process works in another folder.
+        path = os.path.abspath(path)
         status = os.stat(path if descriptor is None else descriptor)
         return cls(path, status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
 

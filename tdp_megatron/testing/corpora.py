@@ -28,11 +28,15 @@ def write_corpus(
 
     Returns:
         The prefix as a string.
+
+    Raises:
+        ValueError: an id that ``dtype`` cannot hold.
     """
     prefix = os.fspath(path_prefix)
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
     for document in documents:
-        tokens = np.asarray(document, dtype=dtype)
+        # Not converted here, which would wrap ids that the dtype cannot hold: the builder refuses them.
+        tokens = np.asarray(document) if np.size(document) else np.zeros(0, dtype=dtype)
         builder.add_document(tokens, [len(tokens)])
     builder.finalize(get_idx_path(prefix))
     return prefix

@@ -208,6 +208,21 @@ def test_file_replaced_after_it_left_the_pool(prefix: Path, mmap: bool, monkeypa
 
 
 @pytest.mark.parametrize("mmap", [True, False])
+def test_the_process_works_in_another_folder(
+    prefix: Path, tmp_path: Path, mmap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files are opened at their first use, and again after others have pushed them out of the pool."""
+    monkeypatch.setattr(OPEN_FILES, "_handles", type(OPEN_FILES._handles)())
+    monkeypatch.chdir(tmp_path)
+    dataset = IndexedDataset(prefix.name, mmap=mmap)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    np.testing.assert_array_equal(dataset[5], TOKENS[4000:])
+    OPEN_FILES._handles.clear()
+    np.testing.assert_array_equal(dataset[4], TOKENS[1000:4000])
+
+
+@pytest.mark.parametrize("mmap", [True, False])
 def test_more_datasets_than_open_files(tmp_path: Path, mmap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(OPEN_FILES, "_handles", type(OPEN_FILES._handles)())
     monkeypatch.setattr(OPEN_FILES, "_limit", 8)

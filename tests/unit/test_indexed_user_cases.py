@@ -6,6 +6,7 @@ import os
 import struct
 import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ import pytest
 from tdp_megatron.errors import FormatError
 from tdp_megatron.indexed import IndexedDataset, IndexedDatasetBuilder
 from tdp_megatron.indexed.header import HEADER_SIZE
+from tdp_megatron.testing import write_corpus
 
 
 @pytest.fixture
@@ -101,3 +103,12 @@ def test_memory_does_not_grow_with_the_documents(tmp_path: Path) -> None:
     small, large = peak(2_000_000), peak(8_000_000)
     assert len(IndexedDataset(tmp_path / "x")) == 8_000_000
     assert large < 1.25 * small < 64 << 20
+
+
+@pytest.mark.parametrize("document", [[1, 70000, 65536], np.array([1, 70000]), np.array([-1])], ids=str)
+def test_the_test_helper_wraps_no_ids_either(tmp_path: Path, document: Any) -> None:
+    with pytest.raises(ValueError, match="uint16"):
+        write_corpus(tmp_path / "d", [[1], document])
+    assert list(tmp_path.iterdir()) == []
+    prefix = write_corpus(tmp_path / "d", [[], np.zeros(0), [70000]], dtype=np.int32)
+    assert [sequence.tolist() for sequence in IndexedDataset(prefix)] == [[], [], [70000]]
