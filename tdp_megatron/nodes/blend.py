@@ -188,6 +188,7 @@ class Blend(SampleSource):
         k = len(self.sources)
         self._at = position
         self._ended = False
+        self._restarted: tuple[int, int] | None = None
         self._counts: Int64Array = np.zeros(k, dtype=np.int64)
         self._targets: npt.NDArray[np.float64] = np.zeros(k)
         self._exhausted: set[int] = set()
@@ -236,6 +237,13 @@ class Blend(SampleSource):
 
     def num_remaining(self) -> int | None:
         lengths = [s.num_remaining() if isinstance(s, SampleSource) else None for s in self.sources]
+        if self.stop == "all_exhausted":
+            left = [lengths[i] for i in self._active]
+            known = [length for length in left if length is not None]
+            if len(known) < len(left):
+                return None
+            wanted = ENDLESS if self.num_samples is None else self.num_samples - self._at
+            return min(wanted, ENDLESS if ENDLESS in known else sum(known))
         if self.num_samples is not None:
             return self.num_samples - self._at
         endless = all(lengths[i] == ENDLESS for i in self._active) or self.stop == "cycle"
@@ -331,7 +339,12 @@ class Blend(SampleSource):
                 continue
             with self.stats.waiting():
                 block = draw_block(self.sources[i], len(places), self._offsets[i], int(number[places[0]]))
-            if len(block) < len(places):  # only with n = 1
+            if len(block) < len(places):
+                if n > 1:
+                    raise TdpError(
+                        f"source {self._name(i)} gave {len(block)} samples instead of {len(places)}, but its "
+                        f"num_remaining said {lengths[i]}"
+                    )
                 return SampleBlock.concatenate([]), i
             blocks.append(self._numbered(block, i))
             order.append(places)
@@ -361,8 +374,6 @@ class Blend(SampleSource):
             )
         else:
             self._ended = True
-
-    _restarted: tuple[int, int] | None = None
 
     def _numbered(self, block: SampleBlock, index: int) -> SampleBlock:
         offset = self._offsets[index]

@@ -56,7 +56,7 @@ class Prefetch(BaseNode[T]):
         self._start()
 
     def skip_to(self, step: int) -> None:
-        """Drop what has been read ahead and go on with step ``step`` of the source.
+        """Drop what has been read ahead and go on with step ``step`` of the source; where it cannot, nothing changes.
 
         Raises:
             TypeError: the source cannot skip.
@@ -70,8 +70,13 @@ class Prefetch(BaseNode[T]):
         self.shutdown()
         self._failure = None
         self.source.reset(self._state)
-        skip(step)
-        self._start()
+        try:
+            skip(step)
+        except (TypeError, ValueError):
+            self.source.reset(self._state)
+            raise
+        finally:
+            self._start()
 
     def _start(self) -> None:
         self._state: dict[str, Any] = self.source.state_dict()

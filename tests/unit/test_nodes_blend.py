@@ -297,6 +297,52 @@ def test_ends_do_not_depend_on_the_block_size_and_resume(prefixes: list[str], st
     check_resume_at_every_step(lambda: ending(prefixes, stop, kind), describe=lambda s: s.ref, max_items=60)
 
 
+def test_a_cycling_blend_begins_anew_where_it_had_begun_a_source_again() -> None:
+    def numbers(n: int) -> list[int]:
+        return [int(sample["tokens"][0]) for sample in blend.take(n)]
+
+    blend = Blend([IterableWrapper([{"tokens": [i]} for i in range(5)])], stop="cycle")
+    assert numbers(4) == [0, 1, 2, 3]
+    state = blend.state_dict()
+    assert numbers(3) == [4, 0, 1]
+    blend.reset(state)
+    assert numbers(3) == [4, 0, 1]
+    blend.reset(None)
+    assert numbers(7) == [0, 1, 2, 3, 4, 0, 1]
+
+
+@pytest.mark.parametrize("asked", [None, 12, 15, 100])
+@pytest.mark.parametrize("block", [1, 7, 1000])
+def test_a_blend_within_a_blend_gives_all_it_has(prefixes: list[str], asked: int | None, block: int) -> None:
+    """It ends when its sources do, also where it was asked for more, and the outer one loses nothing by that."""
+    inner = Blend(
+        [documents(prefixes[0], num_epochs=1), documents(prefixes[2], num_epochs=1)],
+        num_samples=asked,
+        stop="all_exhausted",
+    )
+    outer = Blend([inner, documents(prefixes[1], num_epochs=1)], stop="all_exhausted")
+    outer.reset(None)
+    inner_has = min(15, asked or 15)
+    assert inner.num_remaining() == inner_has
+    assert outer.num_remaining() == inner_has + 20
+    refs = []
+    while len(part := outer.take(block)):
+        refs += part.refs.tolist()
+    assert len(refs) == inner_has + 20
+    assert len({tuple(ref) for ref in refs}) == len(refs)
+    assert outer.num_remaining() == 0
+
+
+def test_a_source_that_gives_less_than_it_said_is_an_error(prefixes: list[str]) -> None:
+    class Boasting(DocumentSample):
+        def num_remaining(self) -> int | None:
+            return 1000
+
+    boasting = Boasting(IndexedRead(prefixes[0]), max_seqlen=8)
+    with pytest.raises(TdpError, match="gave 10 samples instead of 15, but its num_remaining said 1000"):
+        Blend([boasting, documents(prefixes[1])]).take(30)
+
+
 def test_cycling_an_empty_source_is_an_error() -> None:
     with pytest.raises(TdpError, match="gave nothing after it was begun again"):
         next(Blend([IterableWrapper([])], stop="cycle"))

@@ -143,6 +143,16 @@ def test_going_back_needs_a_reset(prefixes: list[str]) -> None:
         node.skip_to(1)
 
 
+@pytest.mark.parametrize("step", [0, 1000])
+def test_an_impossible_skip_changes_nothing(prefixes: list[str], step: int) -> None:
+    loader = Loader(Prefetch(root(prefixes)))
+    steps = iter(loader)
+    before = [refs_of(next(steps)) for _ in range(3)]
+    with pytest.raises(ValueError, match="cannot go back|beyond the end"):
+        loader.skip_to(step)
+    assert before + [refs_of(step) for step in steps] == [refs_of(step) for step in root(prefixes)]
+
+
 def windows(prefixes: list[str], num_batches: int = 4) -> LookAhead:
     cost = CostModel(a=1e-4, b=1e-6)
     return LookAhead(samples(prefixes), global_batch_size=10, num_batches=num_batches, cost=cost)
