@@ -33,7 +33,7 @@ LAYOUT = ParallelLayout(2, 2, 64)
 
 
 class Samples:
-    """An iterable of ``count`` samples that can raise, die or stall at one of them."""
+    """An iterable of ``count`` samples that can raise, die, stall or be stopped at one of them."""
 
     def __init__(self, count: int, *, at: int = -1, do: str = "", seqlen: int = 10, key: str = "") -> None:
         self.count, self.at, self.do, self.seqlen, self.key = count, at, do, seqlen, key
@@ -46,6 +46,8 @@ class Samples:
                 os._exit(9)
             if i == self.at and self.do == "stall":
                 time.sleep(600)
+            if i == self.at and self.do == "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
             sample: dict[str, Any] = {"tokens": torch.arange(self.seqlen)}
             if self.key:
                 sample[self.key] = torch.zeros(self.seqlen)
@@ -138,10 +140,11 @@ def test_a_rank_killed_in_the_exchange_is_named(monkeypatch: pytest.MonkeyPatch)
         assert "rank 2 vanished in step 0" in results[rank]
 
 
-def test_a_rank_that_stalls_meets_the_deadline() -> None:
+@pytest.mark.parametrize("how", ["stall", "stop"])
+def test_a_rank_that_stalls_meets_the_deadline(how: str) -> None:
     begin = time.monotonic()
     results = run_ranks(
-        lambda rank, world: outcome(Samples(6, at=2, do="stall" if rank == 1 else ""), timeout_s=2.0),
+        lambda rank, world: outcome(Samples(6, at=2, do=how if rank == 1 else ""), timeout_s=2.0),
         4,
         timeout_s=8,
         return_failures=True,
