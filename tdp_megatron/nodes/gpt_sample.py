@@ -27,7 +27,8 @@ class GPTSample(SampleSource):
     Args:
         source: the file and split.
         sequence_length: tokens of a sample.
-        num_samples: samples to make, over as many epochs as that takes; None for one epoch.
+        num_samples: samples wanted, over as many epochs as that takes; None for one epoch. As in Megatron there are
+            those of whole epochs, which can be more; with ``order="instant"`` there are as many as wanted.
         random_seed: Megatron's ``random_seed``.
         add_extra_token_to_sequence: whether a sample reads one token more, so that its last label is known.
         drop_last_partial_sequence: whether a last, shorter sample is left out.
@@ -103,7 +104,7 @@ class GPTSample(SampleSource):
 
     @property
     def samples_per_epoch(self) -> int:
-        """Samples one pass over the data gives."""
+        """Samples a pass over the data gives, in a run of many passes."""
         self._build()
         if self._instant is not None:
             return self._instant.chunks.samples_per_epoch

@@ -30,7 +30,7 @@ class IndexedRead(SampleSource):
         vocab_size: when given, a file whose dtype cannot come from that vocabulary is refused.
         object_storage_config: where the index of object storage is kept and how the data is read.
         sequences_per_dataset: counts and sizes of the file, or of many by prefix, as ``tdp sequences --with-sizes``
-            writes them: then nothing is opened before the first token is needed.
+            writes them: then ``GPTSample`` with ``order="instant"`` opens nothing before the first token is needed.
     """
 
     def __init__(

@@ -29,7 +29,7 @@ class Reroute(Node[Step]):
     Whether tokens are read by plan or swapped by exchange is decided by ``Pack``; both give the same batches.
 
     Args:
-        source: a ``Pack``.
+        source: a ``Pack`` or a ``StreamPack``.
         rank: DP x CP rank; None takes it from ``groups``, or 0.
         groups: process groups; needed with more than one rank where batches must carry their CP group, where the
             loss tokens depend on content, and for ``agree_every``.

@@ -51,8 +51,8 @@ GRAPHS: dict[str, Make] = {
     "look ahead": lambda p: Reroute(
         Pack(LookAhead(documents(p), global_batch_size=4, num_batches=3), LAYOUT, global_batch_size=4)
     ),
-    "stream": lambda p: Reroute(StreamPack(Shard(documents(p), rank=0, num_ranks=2), LAYOUT, window=16)),
-    "users": lambda p: Reroute(StreamPack(users(p), LAYOUT, window=16)),
+    "stream": lambda p: Reroute(StreamPack(Shard(documents(p), rank=0, num_ranks=2), LAYOUT, window=8)),
+    "users": lambda p: Reroute(StreamPack(users(p), LAYOUT, window=8)),
     "batch": lambda p: Batch(
         Blend([GPTSample(IndexedRead(p), sequence_length=16, order="instant", num_samples=10**9) for _ in range(2)]),
         micro_batch_size=2,
@@ -80,13 +80,13 @@ def test_steps_leave_nothing_behind(prefix: str, graph: str) -> None:
 
     tracemalloc.start()
     try:
-        early = walk(200)
-        late = walk(400)
+        early = walk(240)
+        late = walk(240)
     finally:
         tracemalloc.stop()
         if isinstance(loader.root, Prefetch):
             loader.root.shutdown()
-    # 400 steps of 4 samples and more: a leak of one small object per sample would be more.
+    # 240 steps of 4 samples and more: a leak of one small object per sample would be more.
     assert late - early < 50_000
 
 
