@@ -238,13 +238,14 @@ def with_values(sample: Sample, **values: Any) -> Sample:
     return Sample(reader, 0, int(reader.seqlens[0]), sample.ref, int(reader.num_loss_tokens[0]))
 
 
-def block_from_items(items: Sequence[Any], dataset_id: int, first_number: int) -> SampleBlock:
+def block_from_items(items: Sequence[Any], dataset_id: int, first_number: int, stride: int = 1) -> SampleBlock:
     """A block from what a user's node yields: ``Sample``s or plain mappings.
 
     Args:
         items: samples in order.
         dataset_id: provenance of plain mappings, and what is added to the dataset ids of ``Sample``s.
         first_number: sample number of the first item.
+        stride: how far the number of the next one is, where ranks take turns.
 
     Raises:
         TypeError: an item is not a mapping.
@@ -252,7 +253,7 @@ def block_from_items(items: Sequence[Any], dataset_id: int, first_number: int) -
     """
     n = len(items)
     reader_index, sample_ids, seqlens, loss = (np.zeros(n, dtype=np.int64) for _ in range(4))
-    refs = np.stack([np.full(n, dataset_id, dtype=np.int64), np.arange(first_number, first_number + n)], axis=1)
+    refs = np.stack([np.full(n, dataset_id, dtype=np.int64), first_number + stride * np.arange(n)], axis=1)
     readers: list[SampleReader] = []
     index: dict[int, int] = {}
     plain: dict[frozenset[str], list[int]] = {}
@@ -272,7 +273,8 @@ def block_from_items(items: Sequence[Any], dataset_id: int, first_number: int) -
             )
     for places in plain.values():
         reader = MappingReader(
-            [items[i] for i in places], [f"sample {first_number + i} of source {dataset_id}" for i in places]
+            [items[i] for i in places],
+            [f"sample {first_number + stride * i} of source {dataset_id}" for i in places],
         )
         reader_index[places] = len(readers)
         readers.append(reader)

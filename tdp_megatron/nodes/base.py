@@ -251,14 +251,15 @@ def leaf_count(source: BaseNode[Any]) -> int:
     return source.num_datasets
 
 
-def draw_block(source: BaseNode[Any], n: int, dataset_id: int, number: int) -> SampleBlock:
+def draw_block(source: BaseNode[Any], n: int, dataset_id: int, number: int, stride: int = 1) -> SampleBlock:
     """The next ``n`` samples of any source, fewer at its end.
 
     Args:
         source: one of ours, asked for a block, or any node that yields samples or mappings.
         n: samples.
         dataset_id: of plain mappings of a user's node; added to the dataset ids of the samples it passes on.
-        number: how many have been drawn from it before.
+        number: of the first sample, for plain mappings; how many have been drawn from it before.
+        stride: how far the number of the next one is, where ranks draw in turn.
     """
     if isinstance(source, SampleSource):
         return source.take(n)
@@ -268,7 +269,7 @@ def draw_block(source: BaseNode[Any], n: int, dataset_id: int, number: int) -> S
             items.append(next(source))
         except StopIteration:
             break
-    return block_from_items(items, dataset_id, number)
+    return block_from_items(items, dataset_id, number, stride)
 
 
 def skip_samples(source: BaseNode[Any], n: int) -> None:

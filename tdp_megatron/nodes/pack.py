@@ -253,7 +253,11 @@ class Pack(Node[GlobalBatch]):
     def _draw(self, n: int) -> SampleBlock:
         if self._is_spent:
             return SampleBlock.concatenate([])
-        return draw_block(self.source, n, 0, self._position * n)
+        if self.exchange is None:
+            return draw_block(self.source, n, 0, self._position * n)
+        # Ranks take turns, so that no two samples of the job have one number.
+        ranks = self.exchange.num_ranks
+        return draw_block(self.source, n, 0, self._position * n * ranks + self.exchange.host.rank, ranks)
 
     def _finish(self, count: int) -> None:
         if count < self.global_batch_size:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torchdata.nodes import Mapper
+from torchdata.nodes import IterableWrapper, Mapper
 
 from tdp_megatron.distributed import DpCpGroups, Exchange
 from tdp_megatron.nodes import Blend, DocumentSample, GPTSample, IndexedRead, Pack, Reroute, Shard
@@ -172,3 +172,24 @@ def test_exchange_agrees_for_any_number_of_samples_per_rank(prefixes: tuple[str,
     for s, size in enumerate([4, 4, 2]):
         ids = sorted(i for steps in results for batch in steps[s] for i in batch)
         assert ids == list(range(size))
+
+
+def test_samples_of_different_ranks_have_different_numbers() -> None:
+    """Plain mappings bring no provenance; they are numbered through, ranks in turn."""
+
+    def body(rank: int, world: int) -> list[list[tuple[int, int]]]:
+        layout = ParallelLayout(3, 1, 64)
+        groups = DpCpGroups.create(layout, timeout_s=20)
+        source = IterableWrapper([{"tokens": torch.full((2,), 3 * i + rank)} for i in range(6)])
+        pack = Pack(source, layout, global_batch_size=9, exchange=Exchange(groups))
+        steps = []
+        for step in Reroute(pack, groups=groups):
+            for batch in step:
+                tokens = batch.tokens[~batch.padding_mask].tolist()
+                assert tokens[::2] == [number for _, number in batch.refs]
+            steps.append([ref for batch in step for ref in batch.refs])
+        return steps
+
+    ranks = run_ranks(body, 3)
+    for step in range(2):
+        assert sorted(ref for rank in ranks for ref in rank[step]) == [(0, 9 * step + i) for i in range(9)]
