@@ -10,13 +10,14 @@ namespace {
 
 constexpr int kHalvings = 20, kHalvingsTogether = 14, kDoublings = 64;
 constexpr double kFar = 1.02, kFewOthers = 0.2;
-constexpr double kTall = 1.1;
-constexpr double kStretches[] = {1.0, 1.5};
-constexpr std::size_t kRules = 2;
-constexpr int kMostSteps = 12, kMostFills = 6, kPatience = 2;
+constexpr double kTall[] = {1.0, 0.8};
+constexpr double kStretches[] = {1.0, 1.25, 1.5};
+constexpr std::size_t kFewSequences = 2048, kRules = 2, kRulesOfFew = 6;
+constexpr int kFills = 4, kFillsOfFew = 32, kMisses = 32, kMostSteps = 12, kPatience = 2;
 
 struct Rule {
-    double time, stretch;
+    double time, stretch, tall;
+    bool apart;
 };
 
 struct Column {
@@ -55,7 +56,10 @@ class Columns {
           alone_(scratch) {
         const Cost& cost = scratch.problem.cost;
         overhead_ = cost.c0 + cost.a * static_cast<double>(scratch.problem.tail) / 2.0;
+        empty_ = scratch.seconds(0, 0.0, width_);
         const std::size_t n = scratch.lengths.size();
+        few_ = n <= kFewSequences;
+        rules_ = few_ ? kRulesOfFew : kRules;
         work_from_.assign(n + 1, 0.0);
         tokens_from_.assign(n + 1, 0);
         for (std::size_t i = n; i-- > 0;) {
@@ -70,39 +74,35 @@ class Columns {
         std::int64_t fewest, most, start;
         counts(fewest, most, start);
         std::vector<Rule> rules;
-        for (const double time : times_) rules.push_back({time, 0.0});
-        for (const double stretch : kStretches) rules.push_back({times_.back(), stretch});
+        for (const double tall : kTall) {
+            for (const double time : times_) rules.push_back({time, 0.0, tall, false});
+        }
+        for (const double stretch : kStretches) rules.push_back({times_.back(), stretch, kTall[0], true});
         auto ranked = rank(rules, start);
         if (ranked.empty() && !always_apart_) {
             always_apart_ = true;
             ranked = rank(rules, start);
         }
+        std::vector<std::shared_ptr<Estimate>> known;
+        for (std::size_t at = 0; at < ranked.size() && at < rules_; ++at) {
+            for (auto& [count, made] : climb(rules[ranked[at].second], start, fewest, most)) {
+                known.push_back(std::move(made));
+            }
+        }
+        std::stable_sort(known.begin(), known.end(), [](const auto& x, const auto& y) {
+            return x->step != y->step ? x->step < y->step : x->count < y->count;
+        });
         best_seconds = kInfinity;
         Ops best;
-        int fills = kMostFills;
-        for (std::size_t at = 0; at < ranked.size() && at < kRules; ++at) {
-            const auto known = climb(rules[ranked[at].second], start, fewest, most);
-            std::int64_t promising = 0;
-            double least = kInfinity;
-            for (const auto& [count, made] : known) {
-                if (made->step < least) {
-                    least = made->step;
-                    promising = count;
-                }
-            }
-            int worse = 0;
-            for (auto candidate = known.rbegin(); candidate != known.rend(); ++candidate) {
-                if (candidate->first > promising) continue;
-                if (fills == 0 || worse == kPatience || candidate->second->step >= best_seconds) break;
-                --fills;
-                Estimate& chosen = *candidate->second;
-                if (work_from_[chosen.tall->first_rest] < kFewOthers * work_from_[0]) estimate_apart(chosen);
-                const double seconds = fill(chosen);
-                worse = seconds < best_seconds ? 0 : worse + 1;
-                if (seconds < best_seconds) {
-                    best_seconds = seconds;
-                    best = ops_of(chosen);
-                }
+        int fills = few_ ? kFillsOfFew : kFills, misses = kMisses;
+        for (const auto& chosen : known) {
+            if (chosen->step >= best_seconds || fills == 0 || misses == 0) break;
+            if (work_from_[chosen->tall->first_rest] < kFewOthers * work_from_[0]) estimate_apart(*chosen);
+            const double seconds = fill(*chosen);
+            --(seconds == kInfinity ? misses : fills);
+            if (seconds < best_seconds) {
+                best_seconds = seconds;
+                best = ops_of(*chosen);
             }
         }
         return best;
@@ -115,7 +115,7 @@ class Columns {
     std::vector<std::pair<double, std::size_t>> rank(const std::vector<Rule>& rules, std::int64_t count) {
         std::vector<std::pair<double, std::size_t>> ranked;
         for (std::size_t number = 0; number < rules.size(); ++number) {
-            const double most = ranked.size() < kRules ? kInfinity : ranked[kRules - 1].first;
+            const double most = ranked.size() < rules_ ? kInfinity : ranked[rules_ - 1].first;
             if (const auto made = estimate(rules[number], count, most)) {
                 ranked.emplace_back(made->step, number);
                 std::sort(ranked.begin(), ranked.end());
@@ -124,7 +124,7 @@ class Columns {
         return ranked;
     }
 
-    void counts(std::int64_t& fewest, std::int64_t& most, std::int64_t& start) const {
+    void counts(std::int64_t& fewest, std::int64_t& most, std::int64_t& start) {
         const Problem& problem = scratch_.problem;
         const auto n = static_cast<std::int64_t>(problem.count);
         const auto columns = static_cast<std::int64_t>(num_);
@@ -134,7 +134,8 @@ class Columns {
         const std::int64_t multiple = problem.microbatches_multiple;
         const std::int64_t slots = problem.max_sequences * columns;
         fewest = round_up(std::max(divide_up(tokens, capacity), divide_up(n, slots)), multiple);
-        most = round_up(std::max(divide_up(2 * n, columns), fewest), multiple);
+        const std::int64_t wide = scratch_.levels[alone_.choose_level(0, 0.0)].k / width_;
+        most = round_up(std::max(divide_up(2 * n * wide, columns), fewest), multiple);
         const double best = overhead_ > 0.0 ? std::sqrt(bubbles_ * mean_work_ / overhead_) : kInfinity;
         const double clamped = std::min(std::max(best, static_cast<double>(fewest)), static_cast<double>(most));
         start = round_up(static_cast<std::int64_t>(clamped), multiple);
@@ -166,18 +167,50 @@ class Columns {
                 at = following;
             }
         }
+        if (few_ && !known.empty()) climb_slowly(rule, fewest, most, known);
         return known;
+    }
+
+    void climb_slowly(const Rule& rule, std::int64_t fewest, std::int64_t most,
+                      std::map<std::int64_t, std::shared_ptr<Estimate>>& known) {
+        const std::int64_t multiple = scratch_.problem.microbatches_multiple;
+        std::int64_t at = 0;
+        double best = kInfinity;
+        for (const auto& [count, made] : known) {
+            if (made->step < best) {
+                best = made->step;
+                at = count;
+            }
+        }
+        for (const std::int64_t direction : {-multiple, multiple}) {
+            int worse = 0;
+            std::int64_t count = at + direction;
+            for (int step = 0; step < kMostSteps; ++step, count += direction) {
+                if (count < fewest || count > most || worse == kPatience) break;
+                if (known.find(count) == known.end()) {
+                    if (auto made = estimate(rule, count, best * kFar)) known[count] = std::move(made);
+                }
+                const auto found = known.find(count);
+                if (found != known.end() && found->second->step < best) {
+                    best = found->second->step;
+                    worse = 0;
+                } else {
+                    ++worse;
+                }
+            }
+        }
     }
 
     std::shared_ptr<Estimate> estimate(const Rule& rule, std::int64_t count, double most) {
         const double mean = mean_work_ / static_cast<double>(count) + scratch_.problem.cost.c0;
         const double limit = std::max(rule.time, rule.stretch * mean);
-        const auto tall = make_tall(limit, std::min(kTall * mean, limit));
+        const auto tall = make_tall(limit, std::min(rule.tall * mean, limit));
+        if (least(*tall, count) >= most) return nullptr;
         auto best = std::make_shared<Estimate>();
         best->step = most;
         best->count = count;
         best->tall = tall;
-        if (always_apart_ || tall->ops.empty()) {
+        if (rule.apart || always_apart_ || tall->ops.empty()) {
             estimate_apart(*best);
         } else {
             estimate_together(*best);
@@ -190,7 +223,9 @@ class Columns {
         const std::int64_t count = best.count;
         if (!apart(best.tall->ops, count, spare_) || !has_room(*best.tall, spare_, count)) return;
         double low = 0.0;
-        for (const Column& column : spare_.columns) low = std::max(low, value(column));
+        for (const Column& column : spare_.columns) {
+            low = std::max(low, value(column) + static_cast<double>(left(column, count)) * empty_);
+        }
         if (low >= best.step || room(spare_, count, best.step) < work) return;
         double high = low + (mean_work_ + static_cast<double>(count) * overhead_) * (1.0 + bubbles_);
         for (int doubling = 0; room(spare_, count, high) < work; ++doubling) {
@@ -230,6 +265,13 @@ class Columns {
                 low = middle;
             }
         }
+    }
+
+    double least(const Tall& tall, std::int64_t count) const {
+        double seconds = work_from_[tall.first_rest];
+        for (const GrowingOp& op : tall.ops) seconds += op.seconds * static_cast<double>(columns_of(op));
+        const double mean = seconds / static_cast<double>(num_);
+        return mean + bubbles_ * mean / static_cast<double>(count);
     }
 
     std::shared_ptr<const Tall> make_tall(double limit, double tall_from) {
@@ -322,6 +364,12 @@ class Columns {
         return true;
     }
 
+    bool fits(const Column& column, double seconds, std::int64_t count, double step) const {
+        const double others = static_cast<double>(count - column.used - 1) * empty_;
+        const double longest = std::max(column.longest, seconds);
+        return column.used < count && column.seconds + seconds + bubbles_ * longest + others <= step;
+    }
+
     bool together(const GrowingOps& ops, std::int64_t count, double step, Loads& loads) const {
         loads.columns.assign(num_, {});
         loads.where.clear();
@@ -336,16 +384,14 @@ class Columns {
                 size = columns_of(op);
                 own = loads.columns[first];
             }
-            double longest = std::max(own.longest, op.seconds);
-            while (own.used >= count || own.seconds + op.seconds + bubbles_ * longest > step) {
+            while (!fits(own, op.seconds, count, step)) {
                 leave();
                 first += size;
                 if (first >= num_) return false;
                 own = loads.columns[first];
-                longest = std::max(own.longest, op.seconds);
             }
             own.seconds += op.seconds;
-            own.longest = longest;
+            own.longest = std::max(own.longest, op.seconds);
             ++own.used;
             loads.where.push_back(static_cast<std::int32_t>(first));
         }
@@ -401,7 +447,7 @@ class Columns {
         std::int32_t first = 0;
         op_of_.resize(scratch_.lengths.size());
         GrowingOp empty;
-        empty.seconds = scratch_.seconds(0, 0.0, width_);
+        empty.seconds = empty_;
         double step = 0.0;
         for (std::size_t column = 0; column < num_; ++column) {
             const Column& own = estimate.loads.columns[column];
@@ -494,7 +540,9 @@ class Columns {
     std::int64_t width_;  // ranks of a column
     std::size_t num_;
     AloneTable alone_;
-    double overhead_ = 0.0, mean_work_ = 0.0;
+    double overhead_ = 0.0, empty_ = 0.0, mean_work_ = 0.0;
+    bool few_ = false;
+    std::size_t rules_ = 0;
     std::vector<double> work_from_, times_;
     std::vector<std::int64_t> tokens_from_;
     // Kept from one use to the next.

@@ -24,15 +24,35 @@ _DOUBLINGS = 64
 _FAR = 1.02
 #: With less than this share of the work in short sequences, tall microbatches must be balanced among themselves.
 _FEW_OTHERS = 0.2
-#: A sequence is tall when it takes longer alone than this many mean microbatches.
-_TALL = 1.1
+#: Sequences are tall when they take longer alone than this many mean microbatches.
+_TALL = (1.0, 0.8)
 #: Time limits of a microbatch over the mean, tried beside the times of the longest sequence.
-_STRETCHES = (1.0, 1.5)
-#: Rules for the time limit of which the number of microbatches is searched.
+_STRETCHES = (1.0, 1.25, 1.5)
+#: Rules of which the number of microbatches is searched, and plans made.
 _RULES = 2
+_FILLS = 4
+#: Plans whose tokens do not fit before the search ends.
+_MISSES = 32
+#: The same where sequences are so few that luck decides.
+_FEW_SEQUENCES = 2048
+_RULES_OF_FEW = 6
+_FILLS_OF_FEW = 32
 _MOST_STEPS = 12
-_MOST_FILLS = 6
 _PATIENCE = 2
+
+
+@dataclass(slots=True)
+class _Rule:
+    """What is tall and how it is placed."""
+
+    time: float
+    """Seconds a microbatch may take."""
+    stretch: float
+    """The same in mean microbatches; the larger counts."""
+    tall: float
+    """Time alone from which a sequence is tall, in mean microbatches."""
+    apart: bool
+    """Tall ops as far apart as possible, instead of in as few columns as possible."""
 
 
 @dataclass(slots=True)
@@ -88,7 +108,11 @@ class _Columns:
         self.multiple = scratch.problem.limits.microbatches_multiple
         # Half a tail is what a microbatch pads on average.
         self.overhead = cost.c0 + cost.a * scratch.tail / 2.0
+        #: Seconds of a microbatch without sequences.
+        self.empty = scratch.seconds(0, 0.0, self.width)
         n = len(scratch.lengths)
+        self.few = n <= _FEW_SEQUENCES
+        self.rules, self.fills = (_RULES_OF_FEW, _FILLS_OF_FEW) if self.few else (_RULES, _FILLS)
         #: Work and tokens of sequence i and all shorter ones.
         self.work_from = [0.0] * (n + 1)
         self.tokens_from = [0] * (n + 1)
@@ -107,38 +131,38 @@ class _Columns:
     def search(self) -> tuple[float, list[PlacedOp]]:
         """The best of a few plans, those with the best estimates."""
         fewest, most, count = self.counts()
-        # A time limit is a time of the longest sequence, or in proportion to the mean microbatch.
-        rules = [(time, 0.0) for time in self.times] + [(self.times[-1], stretch) for stretch in _STRETCHES]
+        # Together tall ops are worth a longer microbatch; where all take about the same time, they are better apart.
+        rules = [_Rule(time, 0.0, tall, False) for tall in _TALL for time in self.times]
+        rules += [_Rule(self.times[-1], stretch, _TALL[0], True) for stretch in _STRETCHES]
         ranked = self.rank(rules, count)
         if not ranked and not self.always_apart:
             self.always_apart = True
             ranked = self.rank(rules, count)
+        known: list[_Estimate] = []
+        for _, number in ranked[: self.rules]:
+            known.extend(self.climb(rules[number], count, fewest, most).values())
         best_seconds = math.inf
         best_ops: list[PlacedOp] = []
-        fills = _MOST_FILLS
-        for _, number in ranked[:_RULES]:
-            known = self.climb(rules[number], count, fewest, most)
-            worse = 0
-            # Where sequences are few for the number of microbatches, the estimate is too low: best first, then fewer.
-            promising = min(known, key=lambda c: (known[c].step, c), default=0)
-            for candidate in sorted((c for c in known if c <= promising), reverse=True):
-                if fills == 0 or worse == _PATIENCE or known[candidate].step >= best_seconds:
-                    break
+        fills, misses = self.fills, _MISSES
+        for chosen in sorted(known, key=lambda made: (made.step, made.count)):
+            if chosen.step >= best_seconds or fills == 0 or misses == 0:
+                break
+            if self.work_from[chosen.tall.first_rest] < _FEW_OTHERS * self.work_from[0]:
+                self.estimate_apart(chosen)
+            seconds, ops = self.fill(chosen)
+            if seconds == math.inf:
+                misses -= 1
+            else:
                 fills -= 1
-                chosen = known[candidate]
-                if self.work_from[chosen.tall.first_rest] < _FEW_OTHERS * self.work_from[0]:
-                    self.estimate_apart(chosen)
-                seconds, ops = self.fill(chosen)
-                worse = 0 if seconds < best_seconds else worse + 1
-                if seconds < best_seconds:
-                    best_seconds, best_ops = seconds, ops
+            if seconds < best_seconds:
+                best_seconds, best_ops = seconds, ops
         return best_seconds, best_ops
 
-    def rank(self, rules: list[tuple[float, float]], count: int) -> list[tuple[float, int]]:
+    def rank(self, rules: list[_Rule], count: int) -> list[tuple[float, int]]:
         """Estimates and numbers of rules, the best first; others only where one might be among the best."""
         ranked: list[tuple[float, int]] = []
         for number, rule in enumerate(rules):
-            made = self.estimate(rule, count, ranked[_RULES - 1][0] if len(ranked) >= _RULES else math.inf)
+            made = self.estimate(rule, count, ranked[self.rules - 1][0] if len(ranked) >= self.rules else math.inf)
             if made is not None:
                 ranked.append((made.step, number))
                 ranked.sort()
@@ -153,14 +177,16 @@ class _Columns:
         capacity = self.num * self.width * scratch.problem.layout.tokens_per_rank_limit
         fewest = max(-(-tokens // capacity), -(-n // slots))
         fewest += -fewest % multiple
-        most = max(-(-2 * n // self.num), fewest)
+        # Twice as many as there would be if each sequence had one alone, on the ranks where the longest is fastest.
+        fastest = min(scratch.levels, key=lambda level: level.alone[0])
+        most = max(-(-2 * n * (fastest.cp_size // self.width) // self.num), fewest)
         most += -most % multiple
         # Of count * overhead + bubbles * work / count.
         best = math.sqrt(self.bubbles * self.mean_work / self.overhead) if self.overhead > 0.0 else math.inf
         count = int(min(max(best, fewest), most))
         return fewest, most, count + -count % multiple
 
-    def climb(self, rule: tuple[float, float], count: int, fewest: int, most: int) -> dict[int, _Estimate]:
+    def climb(self, rule: _Rule, count: int, fewest: int, most: int) -> dict[int, _Estimate]:
         """Estimates by number of microbatches, around the least and some way below it."""
         known: dict[int, _Estimate] = {}
         best = math.inf
@@ -180,16 +206,38 @@ class _Columns:
                 if worse == _PATIENCE or following == at or not fewest <= following <= most:
                     break
                 at = following
+        if self.few and known:
+            self.climb_slowly(rule, fewest, most, known)
         return known
 
-    def estimate(self, rule: tuple[float, float], count: int, most: float) -> _Estimate | None:
+    def climb_slowly(self, rule: _Rule, fewest: int, most: int, known: dict[int, _Estimate]) -> None:
+        """The same by the smallest steps, from the least estimate so far."""
+        at = min(known, key=lambda count: (known[count].step, count))
+        best = known[at].step
+        for direction in (-self.multiple, self.multiple):
+            count, worse = at + direction, 0
+            for _ in range(_MOST_STEPS):
+                if not fewest <= count <= most or worse == _PATIENCE:
+                    break
+                if count not in known:
+                    made = self.estimate(rule, count, best * _FAR)
+                    if made is not None:
+                        known[count] = made
+                if count in known and known[count].step < best:
+                    best, worse = known[count].step, 0
+                else:
+                    worse += 1
+                count += direction
+
+    def estimate(self, rule: _Rule, count: int, most: float) -> _Estimate | None:
         """The step with ``count`` microbatches per column; None where it is ``most`` or longer, or has no room."""
-        time, stretch = rule
         mean = self.mean_work / count + self.scratch.cost.c0
-        limit = max(time, stretch * mean)
-        tall = self.make_tall(limit, min(_TALL * mean, limit))
+        limit = max(rule.time, rule.stretch * mean)
+        tall = self.make_tall(limit, min(rule.tall * mean, limit))
+        if self.least(tall, count) >= most:
+            return None
         best = _Estimate(most, count, tall, self.no_loads())
-        if self.always_apart or not tall.ops:
+        if rule.apart or self.always_apart or not tall.ops:
             self.estimate_apart(best)
         else:
             self.estimate_together(best)
@@ -202,7 +250,10 @@ class _Columns:
         loads = self.apart(best.tall.ops, count)
         if loads is None or not self.has_room(best.tall, loads, count):
             return
-        low = max(s + self.bubbles * t for s, t in zip(loads.seconds, loads.longest, strict=True))
+        low = 0.0
+        for column, used in enumerate(loads.used):
+            paid = loads.seconds[column] + self.bubbles * loads.longest[column]
+            low = max(low, paid + (count - used) * self.empty)
         if low >= best.step or self.room(loads, count, best.step) < work:
             return
         high = low + (self.mean_work + count * self.overhead) * (1.0 + self.bubbles)
@@ -243,6 +294,14 @@ class _Columns:
                 return
             else:
                 low = middle
+
+    def least(self, tall: _Tall, count: int) -> float:
+        """Seconds of the step if all columns had the same and all microbatches of a column, too."""
+        seconds = self.work_from[tall.first_rest]
+        for op in tall.ops:
+            seconds += op.seconds * (op.level.cp_size // self.width)
+        mean = seconds / self.num
+        return mean + self.bubbles * mean / count
 
     def make_tall(self, limit: float, tall: float) -> _Tall:
         """Sequences that take more than ``tall`` seconds alone: on more ranks where it is more than ``limit``."""
@@ -303,7 +362,9 @@ class _Columns:
         for op in ops:
             while first < self.num:
                 longest = max(loads.longest[first], op.seconds)
-                if loads.used[first] < count and loads.seconds[first] + op.seconds + self.bubbles * longest <= step:
+                others = (count - loads.used[first] - 1) * self.empty
+                seconds = loads.seconds[first] + op.seconds + self.bubbles * longest + others
+                if loads.used[first] < count and seconds <= step:
                     break
                 first += op.level.cp_size // self.width
             if first >= self.num:
@@ -349,10 +410,9 @@ class _Columns:
             (first * self.width, op.level.cp_size, [scratch.sample_ids[i] for i in op.members])
             for op, first in zip(estimate.tall.ops, loads.where, strict=True)
         ]
-        empty = scratch.seconds(0, 0.0, self.width)
         step = 0.0
         for column in range(self.num):
-            ops = [GrowingOp(self.smallest, seconds=empty) for _ in range(count - loads.used[column])]
+            ops = [GrowingOp(self.smallest, seconds=self.empty) for _ in range(count - loads.used[column])]
             if not fill_lowest(scratch, members[column], ops, [0.0] * len(ops)):
                 return math.inf, []
             seconds, longest = loads.seconds[column], loads.longest[column]
