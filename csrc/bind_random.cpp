@@ -2,6 +2,7 @@
 #include <mutex>
 
 #include "arrays.h"
+#include "bind_poll.h"
 #include "mt19937.h"
 #include "shuffle.h"
 
@@ -14,12 +15,13 @@ public:
     explicit LegacyRandom(Mt19937 generator) : generator_(generator) {}
 
     template <typename T>
-    void shuffle(Array<T>& values) {
+    void shuffle(Array<T>& values, const py::object& stop) {
         const int64_t n = size_1d(values, "values");
         T* data = values.mutable_data();
+        const Poll poll = poll_of(stop);
         py::gil_scoped_release release;
         std::lock_guard<std::mutex> lock(mutex_);
-        legacy_shuffle(generator_, data, n);
+        legacy_shuffle(generator_, data, n, poll);
     }
 
 private:
@@ -44,9 +46,9 @@ void register_random(py::module_& m) {
                              "numpy.random.RandomState's generator with its shuffle, draw for draw, many times faster.")
         .def(py::init(&from_key), py::arg("key").noconvert())
         .def(py::init(&from_seed), py::arg("seed"))
-        .def("shuffle", &LegacyRandom::shuffle<int32_t>, py::arg("values").noconvert())
-        .def("shuffle", &LegacyRandom::shuffle<uint32_t>, py::arg("values").noconvert())
-        .def("shuffle", &LegacyRandom::shuffle<int64_t>, py::arg("values").noconvert(),
+        .def("shuffle", &LegacyRandom::shuffle<int32_t>, py::arg("values").noconvert(), py::arg("stop") = py::none())
+        .def("shuffle", &LegacyRandom::shuffle<uint32_t>, py::arg("values").noconvert(), py::arg("stop") = py::none())
+        .def("shuffle", &LegacyRandom::shuffle<int64_t>, py::arg("values").noconvert(), py::arg("stop") = py::none(),
              "Shuffles an int32, uint32 or int64 array in place, as RandomState.shuffle would.");
 }
 

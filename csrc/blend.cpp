@@ -17,9 +17,14 @@ constexpr int64_t kExact = int64_t{1} << 53;
 
 inline double drawn_at(int64_t position) { return static_cast<double>(std::max<int64_t>(position, 1)); }
 
+// A draw looks at every dataset.
+inline int64_t draws_per_poll(int64_t k) { return std::max<int64_t>(kStepsPerPoll / (k + 8), 1); }
+
 void continue_plainly(const double* weights, int64_t k, int64_t* counts, int64_t position, int64_t n,
-                      int32_t* dataset_index, int64_t* sample_index) {
+                      int32_t* dataset_index, int64_t* sample_index, const Poll& poll) {
+    Countdown turn(draws_per_poll(k));
     for (int64_t j = 0; j < n; ++j) {
+        if (turn.is_over()) poll();
         const double drawn = drawn_at(position + j);
         int64_t chosen = 0;
         double largest = weights[0] * drawn - static_cast<double>(counts[0]);
@@ -51,17 +56,19 @@ struct Padded {
 }  // namespace
 
 void blend_continue(const double* weights, int64_t k, int64_t* counts, int64_t position, int64_t n,
-                    int32_t* dataset_index, int64_t* sample_index) {
+                    int32_t* dataset_index, int64_t* sample_index, const Poll& poll) {
     const bool exact = position + n < kExact && *std::max_element(counts, counts + k) < kExact - n;
     // Copying into the padded arrays costs about as much as one plain step.
     if (k < kScanFrom || n < 4 || !exact) {
-        continue_plainly(weights, k, counts, position, n, dataset_index, sample_index);
+        continue_plainly(weights, k, counts, position, n, dataset_index, sample_index, poll);
         return;
     }
     Padded padded(k);
     std::copy(weights, weights + k, padded.weights.begin());
     std::copy(counts, counts + k, padded.counts.begin());
+    Countdown turn(draws_per_poll(k));
     for (int64_t j = 0; j < n; ++j) {
+        if (turn.is_over()) poll();
         const int64_t chosen = padded.first_largest(position + j);
         padded.counts[chosen] += 1.0;
         dataset_index[j] = static_cast<int32_t>(chosen);
@@ -69,13 +76,16 @@ void blend_continue(const double* weights, int64_t k, int64_t* counts, int64_t p
     }
 }
 
-void blend_exhaustive(const int64_t* sizes, int64_t k, int64_t total, int32_t* dataset_index, int64_t* sample_index) {
+void blend_exhaustive(const int64_t* sizes, int64_t k, int64_t total, int32_t* dataset_index, int64_t* sample_index,
+                      const Poll& poll) {
     Padded padded(k);
     for (int64_t i = 0; i < k; ++i) {
         padded.weights[i] = static_cast<double>(sizes[i]) / static_cast<double>(total);
         padded.counts[i] = sizes[i] ? 0.0 : kNeverChosen;
     }
+    Countdown turn(draws_per_poll(k));
     for (int64_t j = 0; j < total; ++j) {
+        if (turn.is_over()) poll();
         const int64_t chosen = padded.first_largest(j);
         double& count = padded.counts[chosen];
         dataset_index[j] = static_cast<int32_t>(chosen);

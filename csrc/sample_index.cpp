@@ -8,10 +8,11 @@ namespace tdp {
 template <typename Row>
 void build_sample_index(Unaligned<int32_t> lengths, int64_t num_lengths, const int32_t* document_index,
                         int64_t num_documents, int64_t sequence_length, int64_t extra_tokens, int64_t num_samples,
-                        Row* rows) {
+                        Row* rows, const Poll& poll) {
     // The documents are in random order, so every length is a cache miss unless it is asked for early.
     constexpr int64_t kAhead = 48;
     auto length_at = [&](int64_t place) -> int64_t {
+        if (place % kStepsPerPoll == kStepsPerPoll - 1) poll();
         const int64_t document = document_index[place];
         if (place + kAhead < num_documents) lengths.prefetch(document_index[place + kAhead]);
         if (document < 0 || document >= num_lengths)
@@ -46,8 +47,8 @@ void build_sample_index(Unaligned<int32_t> lengths, int64_t num_lengths, const i
 }
 
 template void build_sample_index<int32_t>(Unaligned<int32_t>, int64_t, const int32_t*, int64_t, int64_t, int64_t,
-                                          int64_t, int32_t*);
+                                          int64_t, int32_t*, const Poll&);
 template void build_sample_index<int64_t>(Unaligned<int32_t>, int64_t, const int32_t*, int64_t, int64_t, int64_t,
-                                          int64_t, int64_t*);
+                                          int64_t, int64_t*, const Poll&);
 
 }  // namespace tdp

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "poll.h"
 #include "unaligned.h"
 
 namespace tdp {
@@ -18,6 +19,6 @@ namespace tdp {
 template <typename Row>
 void build_sample_index(Unaligned<int32_t> lengths, int64_t num_lengths, const int32_t* document_index,
                         int64_t num_documents, int64_t sequence_length, int64_t extra_tokens, int64_t num_samples,
-                        Row* rows);
+                        Row* rows, const Poll& poll);
 
 }  // namespace tdp

@@ -62,10 +62,13 @@ int draw_block(Mt19937& random, const T* values, int64_t bound, uint32_t* places
 }  // namespace
 
 template <typename T>
-void legacy_shuffle(Mt19937& random, T* values, int64_t n) {
+void legacy_shuffle(Mt19937& random, T* values, int64_t n, const Poll& poll) {
     int64_t i = n - 1;
-    for (; i > static_cast<int64_t>(UINT32_MAX); --i)
+    for (; i > static_cast<int64_t>(UINT32_MAX); --i) {
+        if (i % kStepsPerPoll == 0) poll();
         std::swap(values[i], values[draw_wide(random, static_cast<uint64_t>(i))]);
+    }
+    int64_t next_poll = i - kStepsPerPoll;
     uint32_t buffers[2][kAhead];
     uint32_t *now = buffers[0], *next = buffers[1];
     int count = draw_block(random, values, i, now);
@@ -74,12 +77,16 @@ void legacy_shuffle(Mt19937& random, T* values, int64_t n) {
         for (int k = 0; k < count; ++k) std::swap(values[i - k], values[now[k]]);
         i -= count;
         count = upcoming;
+        if (i < next_poll) {
+            next_poll = i - kStepsPerPoll;
+            poll();
+        }
         std::swap(now, next);
     }
 }
 
-template void legacy_shuffle<int32_t>(Mt19937&, int32_t*, int64_t);
-template void legacy_shuffle<uint32_t>(Mt19937&, uint32_t*, int64_t);
-template void legacy_shuffle<int64_t>(Mt19937&, int64_t*, int64_t);
+template void legacy_shuffle<int32_t>(Mt19937&, int32_t*, int64_t, const Poll&);
+template void legacy_shuffle<uint32_t>(Mt19937&, uint32_t*, int64_t, const Poll&);
+template void legacy_shuffle<int64_t>(Mt19937&, int64_t*, int64_t, const Poll&);
 
 }  // namespace tdp

@@ -1,3 +1,4 @@
+from collections.abc import Callable
 from typing import Any, overload
 
 import numpy as np
@@ -27,7 +28,7 @@ class LegacyRandom:
     def __init__(self, seed: int) -> None: ...
     @overload
     def __init__(self, key: npt.NDArray[np.uint32]) -> None: ...
-    def shuffle(self, values: npt.NDArray[Any]) -> None: ...
+    def shuffle(self, values: npt.NDArray[Any], stop: Callable[[], None] | None = None) -> None: ...
 
 def build_sample_index(
     lengths: npt.NDArray[np.int32],
@@ -36,11 +37,18 @@ def build_sample_index(
     extra_tokens: int,
     num_samples: int,
     wide: bool,
+    stop: Callable[[], None] | None = None,
 ) -> npt.NDArray[Any]: ...
 def blend_continue(
-    weights: npt.NDArray[np.float64], counts: npt.NDArray[np.int64], position: int, n: int
+    weights: npt.NDArray[np.float64],
+    counts: npt.NDArray[np.int64],
+    position: int,
+    n: int,
+    stop: Callable[[], None] | None = None,
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]: ...
-def blend_exhaustive(sizes: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]: ...
+def blend_exhaustive(
+    sizes: npt.NDArray[np.int64], stop: Callable[[], None] | None = None
+) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]: ...
 def read_gpt_spans(
     source: npt.NDArray[np.uint8],
     dtype_code: int,

@@ -7,6 +7,7 @@ import os
 from typing import Any
 
 from tdp_megatron.cli.data_arguments import add_data_arguments, blends_of, read_sequences_per_dataset
+from tdp_megatron.cli.progress_bar import ProgressBar
 from tdp_megatron.cli.target_sizes import data_parallel_size, global_batch_size, target_sizes
 from tdp_megatron.cli.tokenizer_arguments import add_tokenizer_arguments, tokenizer_spec_of
 
@@ -116,7 +117,8 @@ def run(args: argparse.Namespace) -> int:
             print(f"--{name.replace('_', '-')} has no effect: these caches are being written")
     from tdp_megatron.datasets import BlendedMegatronDatasetBuilder, GPTDataset
 
-    built = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()
+    with ProgressBar("prefixes") as bar:
+        built = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config, progress=bar).build()
     for split, dataset in zip(("train", "valid", "test"), built, strict=True):
         print(f"{f'built samples {split}':20} {_length(dataset)}")
     return 0

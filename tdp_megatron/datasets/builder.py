@@ -6,8 +6,9 @@ import contextlib
 import contextvars
 import gc
 import logging
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from tdp_megatron.datasets.blend import normalise_once, sizes_per_dataset
 from tdp_megatron.datasets.blended import BlendedDataset
 from tdp_megatron.datasets.cache_writer import grouped_writes
 from tdp_megatron.datasets.config import BlendedMegatronDatasetConfig
+from tdp_megatron.datasets.giving_up import GivenUpError, Stop, stop_with
 from tdp_megatron.datasets.megatron_dataset import MegatronDataset
 from tdp_megatron.datasets.splits import Split, bounds_of
 from tdp_megatron.distributed.rank_order import run_in_rank_order
@@ -42,6 +44,7 @@ class BlendedMegatronDatasetBuilder:
         is_built_on_rank: whether the calling rank gets datasets.
         config: the data.
         timeout_s: how long ranks wait for ranks that do not come, seconds.
+        progress: called with (prefixes that are ready, prefixes) on ranks that build, after each one.
 
     Raises:
         ValueError: a weighted blend without a size.
@@ -55,6 +58,7 @@ class BlendedMegatronDatasetBuilder:
         config: BlendedMegatronDatasetConfig,
         *,
         timeout_s: float = 600.0,
+        progress: Callable[[int, int], None] | None = None,
     ) -> None:
         if len(sizes) != len(Split):
             raise ValueError(f"sizes must have {len(Split)} entries (train, valid, test), got {list(sizes)}")
@@ -66,6 +70,9 @@ class BlendedMegatronDatasetBuilder:
         self.is_built_on_rank = is_built_on_rank
         self.config = config
         self.timeout_s = timeout_s
+        self.progress = progress
+        self._num_built = 0
+        self._reporting = threading.Lock()
         for split in Split:
             blend = self._blend_of(split)
             if blend is not None and blend[1] is not None and self.sizes[split.value] is None:
@@ -132,6 +139,7 @@ class BlendedMegatronDatasetBuilder:
     # -- one process -------------------------------------------------------------------------------------------
 
     def _build(self) -> list[Built]:
+        self._num_built = 0
         with collector_paused(), grouped_writes():
             return self._build_all()
 
@@ -205,17 +213,29 @@ class BlendedMegatronDatasetBuilder:
         return blended
 
     def _in_threads(self, build: Callable[[_Job], _Result], jobs: Sequence[_Job]) -> list[_Result]:
-        """``build`` of all jobs, in order."""
+        """``build`` of all jobs, in order; the first error ends those under way."""
         if self.config.num_dataset_builder_threads == 1:
             return [build(job) for job in jobs]
+        stop = Stop()
+
+        def run(job: _Job) -> _Result:
+            stop_with(stop)
+            stop()
+            return build(job)
+
         with ThreadPoolExecutor(max_workers=self.config.num_dataset_builder_threads) as threads:
-            # Each with the caller's context, which has the writer of the caches.
-            futures = [threads.submit(contextvars.copy_context().run, build, job) for job in jobs]
             try:
-                return [future.result() for future in futures]
-            except BaseException:
-                threads.shutdown(wait=False, cancel_futures=True)
-                raise
+                # Each in a copy of the caller's context, which has the writer of the caches.
+                futures = [threads.submit(contextvars.copy_context().run, run, job) for job in jobs]
+                wait(futures, return_when=FIRST_EXCEPTION)
+            finally:
+                stop.set()
+                threads.shutdown(cancel_futures=True)
+        failed = [future.exception() for future in futures if not future.cancelled()]
+        for error in failed:
+            if error is not None and not isinstance(error, GivenUpError):
+                raise error
+        return [future.result() for future in futures]
 
     def _build_splits(
         self, prefix: str | None, matrix: _Matrix, sizes: Sequence[int | None]
@@ -231,7 +251,26 @@ class BlendedMegatronDatasetBuilder:
             if not self.config.fast_cache_load:
                 indices = range(*bounds_of(entry, self.cls.numel_low_level_dataset(low_level)))
             built.append(self.cls(low_level, prefix, indices, size, split, self.config))
+        self._report_one()
         return built
+
+    def _report_one(self) -> None:
+        if self.progress is None:
+            return
+        with self._reporting:
+            self._num_built += 1
+            self.progress(self._num_built, self._num_prefixes)
+
+    @property
+    def _num_prefixes(self) -> int:
+        blends = [self._blend_of(split) for split in Split]
+        if self.config.blend_per_split is None:
+            blends = blends[:1]
+        # Prefixes of weight 0 are left out, unless there is one alone.
+        return sum(
+            len(prefixes) if weights is None or len(prefixes) == 1 else sum(weight > 0 for weight in weights)
+            for prefixes, weights in (blend for blend in blends if blend is not None)
+        )
 
 
 @contextlib.contextmanager

@@ -27,6 +27,7 @@ from tdp_megatron.datasets.cache_files import (
 )
 from tdp_megatron.datasets.cache_lock import CacheLock
 from tdp_megatron.datasets.cache_writer import CacheWriter, current_writer, unwritable, write_beside
+from tdp_megatron.datasets.giving_up import current_stop
 from tdp_megatron.errors import CacheError
 
 __all__ = ["Arrays", "CacheKey", "Known", "Provenance", "load_existing", "load_or_build", "prepare"]
@@ -182,12 +183,19 @@ def _look(
 
 
 def _lock(key: CacheKey, writer: CacheWriter) -> CacheLock:
-    # Nobody waits while others wait for what it holds: what is written gets its name first.
+    stop = current_stop()
+
+    def while_waiting() -> None:
+        # Nobody waits while others wait for what it holds: what is written gets its name first.
+        writer.commit()
+        if stop is not None:
+            stop()
+
     try:
-        return CacheLock(key.path("lock"), writer.commit)
+        return CacheLock(key.path("lock"), while_waiting)
     except FileNotFoundError:
         os.makedirs(key.folder, exist_ok=True)
-        return CacheLock(key.path("lock"), writer.commit)
+        return CacheLock(key.path("lock"), while_waiting)
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ import torch
 from tdp_megatron import _C
 from tdp_megatron.datasets.cache import Arrays, CacheKey, Provenance, load_existing, load_or_build, prepare
 from tdp_megatron.datasets.config import GPTDatasetConfig
+from tdp_megatron.datasets.giving_up import current_stop
 from tdp_megatron.datasets.gpt_cache import INDEX_NAMES, content_complaint, provenance_of, shape_complaint
 from tdp_megatron.datasets.gpt_indices import build_gpt_indices
 from tdp_megatron.datasets.gpt_sample import HARMLESS_ID, SampleRules, assemble, causal_mask
@@ -133,6 +134,7 @@ class GPTDataset(MegatronDataset):
             add_extra_token_to_sequence=config.add_extra_token_to_sequence,
             drop_last_partial_sequence=self._drop_last,
             name=f"{self.label}, split {config.split!r}",
+            stop=current_stop(),
         )
         logger.info("%s: %d samples from %d epochs", self.label, len(built), built.num_epochs)
         return {name: getattr(built, name) for name in INDEX_NAMES}

@@ -6,8 +6,10 @@ frozen and ``_C.LegacyRandom`` repeats.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +17,8 @@ import numpy.typing as npt
 from tdp_megatron import _C
 
 __all__ = ["GPTIndices", "build_gpt_indices", "epoch_plan", "needs_int64"]
+
+_Shuffle: TypeAlias = "Callable[[npt.NDArray[Any]], None]"
 
 _INT32_MAX = np.iinfo(np.int32).max
 
@@ -89,7 +93,7 @@ def epoch_plan(
 
 
 def _shuffled_documents(
-    indices: npt.NDArray[np.int32] | range, epochs: int, separate_final: bool, rng: _C.LegacyRandom
+    indices: npt.NDArray[np.int32] | range, epochs: int, separate_final: bool, shuffle: _Shuffle
 ) -> npt.NDArray[np.int32]:
     count = len(indices)
     document_index = np.empty(epochs * count, dtype=np.int32)
@@ -103,15 +107,15 @@ def _shuffled_documents(
         rows[:] = indices
     boundary = (epochs - 1) * count if separate_final else 0
     for part_of_index in (document_index[:boundary], document_index[boundary:]):
-        rng.shuffle(part_of_index)
+        shuffle(part_of_index)
     return document_index
 
 
-def _shuffled_samples(total: int, boundary: int, rng: _C.LegacyRandom) -> npt.NDArray[Any]:
+def _shuffled_samples(total: int, boundary: int, shuffle: _Shuffle) -> npt.NDArray[Any]:
     dtype = np.int64 if total >= np.iinfo(np.uint32).max - 1 else np.uint32
     shuffle_index = np.arange(total, dtype=dtype)
     for part in (shuffle_index[:boundary], shuffle_index[boundary:]):
-        rng.shuffle(part)
+        shuffle(part)
     return shuffle_index
 
 
@@ -145,6 +149,7 @@ def build_gpt_indices(
     add_extra_token_to_sequence: bool = True,
     drop_last_partial_sequence: bool = True,
     name: str = "dataset",
+    stop: Callable[[], None] | None = None,
 ) -> GPTIndices:
     """Document, sample and shuffle index of fixed-length samples.
 
@@ -157,6 +162,7 @@ def build_gpt_indices(
         add_extra_token_to_sequence: whether each sample reads one token more, for its last label.
         drop_last_partial_sequence: whether a last sample that is cut short is dropped.
         name: what error messages call this data.
+        stop: called a few times per second; may raise to end the build. Ctrl-C ends it anyway, in the main thread.
 
     Returns:
         The indices; of length 0 when one epoch is shorter than a sample and ``num_samples`` is None, as in Megatron.
@@ -177,12 +183,12 @@ def build_gpt_indices(
             f"{name}: the split holds {len(indices)} sequences and no token; give it a larger share or more data"
         )
     plan = epoch_plan(tokens, sequence_length, num_samples, extra_token=extra, drop_last=drop_last_partial_sequence)
-    rng = _C.LegacyRandom(random_seed)
-    document_index = _shuffled_documents(indices, plan.num_epochs, plan.separate_final_epoch, rng)
+    shuffle: _Shuffle = functools.partial(_C.LegacyRandom(random_seed).shuffle, stop=stop)
+    document_index = _shuffled_documents(indices, plan.num_epochs, plan.separate_final_epoch, shuffle)
     wide = needs_int64(len(document_index), longest)
     sample_index = _C.build_sample_index(
-        sequence_lengths, document_index, sequence_length, extra, plan.num_samples, wide
+        sequence_lengths, document_index, sequence_length, extra, plan.num_samples, wide, stop
     )
     boundary = plan.samples_before_final if plan.separate_final_epoch else 0
-    shuffle_index = _shuffled_samples(plan.num_samples, boundary, rng)
+    shuffle_index = _shuffled_samples(plan.num_samples, boundary, shuffle)
     return GPTIndices(document_index, sample_index, shuffle_index, plan.num_epochs, tokens)

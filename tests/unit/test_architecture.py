@@ -22,7 +22,7 @@ ARROWS: dict[str, set[str]] = {
     "types": {"ops"},  # the views of PackedBatch, imported when called
     "samples": {"_C", "types"},
     "tokenization": {"errors"},
-    "indexed": {"errors", "types"},
+    "indexed": {"_C", "errors", "types"},
     "datasets": {"_C", "errors", "types", "samples", "indexed", "distributed"},
     "schedule": {"_C", "errors", "types"},
     "ops": {"_C", "errors", "types", "schedule"},
