@@ -19,7 +19,8 @@ ARROWS: dict[str, set[str]] = {
     "errors": set(),
     "stats": set(),
     "background": set(),
-    "types": {"ops"},  # the views of PackedBatch, imported when called
+    "sample": set(),
+    "types": {"sample", "ops"},  # ops: the views of PackedBatch, imported when called
     "samples": {"_C", "types"},
     "tokenization": {"errors"},
     "indexed": {"_C", "errors", "types"},

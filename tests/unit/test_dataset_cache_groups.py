@@ -334,7 +334,8 @@ def test_the_collector_is_as_before() -> None:
         frozen = gc.get_freeze_count()
         with collector_paused():
             pass
-        assert gc.get_freeze_count() == frozen
+        # What was frozen may be freed, but nothing was thawed.
+        assert frozen - 1000 < gc.get_freeze_count() <= frozen
     finally:
         gc.unfreeze()
     gc.disable()
