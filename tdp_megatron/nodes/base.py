@@ -132,6 +132,9 @@ class Node(BaseNode[T]):
         missing = [k for k in wanted if k not in state]
         if missing:
             raise StateMismatchError(f"{name}: the saved state has no {missing[0]!r}; it has {sorted(state)}")
+        if self.SOURCE_KEY in wanted and state[self.SOURCE_KEY] is None:
+            # It would begin the source anew and repeat what has been trained on.
+            raise StateMismatchError(f"{name}: the saved state of the source is None")
         if state[self.VERSION_KEY] != self.VERSION:
             raise StateMismatchError(
                 f"{name}: the saved state has version {state[self.VERSION_KEY]!r}, this library reads {self.VERSION}"

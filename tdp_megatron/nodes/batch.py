@@ -131,6 +131,8 @@ class Batch(Node[dict[str, Any]]):
         self._drawn_state = None
         self._drawn_at = 0
 
+    _source_state_keys = ("source",)
+
     def _source_state(self) -> dict[str, Any]:
         # The source is ahead of what has been handed out: its state from before, and how many samples to pass over.
         if self._drawn_state is None:

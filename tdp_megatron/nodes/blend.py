@@ -198,13 +198,22 @@ class Blend(SampleSource):
         else:
             states = state.get(self.SOURCES_KEY)
             saved = state.get(self.COUNTS_KEY)
-            if not isinstance(states, list) or not isinstance(saved, list) or len(states) != k:
+            if not isinstance(states, list) or not isinstance(saved, list) or len(states) != k or None in states:
                 raise StateMismatchError(f"Blend: the saved state has no states of {k} sources")
             if len(saved) != k or not all(type(count) is int and 0 <= count < 2**63 for count in saved):
                 raise StateMismatchError(f"Blend: the saved counts are {saved}; expected {k} integers from 0 up")
             self._counts[:] = saved
-            self._exhausted = set(state.get(self.EXHAUSTED_KEY, []))
-            self._targets[:] = state.get(self.TARGETS_KEY, self._targets)
+            exhausted = state.get(self.EXHAUSTED_KEY) if self.stop == "all_exhausted" else []
+            if not isinstance(exhausted, list) or not all(type(i) is int and 0 <= i < k for i in exhausted):
+                raise StateMismatchError(f"Blend: the saved exhausted sources are {exhausted}, there are {k} sources")
+            self._exhausted = set(exhausted)
+            if self.schedule is not None:
+                targets = state.get(self.TARGETS_KEY)
+                if not isinstance(targets, list) or not all(type(t) is float and t >= 0 for t in targets):
+                    raise StateMismatchError(f"Blend: the saved targets are {targets}; expected {k} numbers from 0 up")
+                if len(targets) != k or not np.isclose(sum(targets), position, rtol=1e-6, atol=1e-6):
+                    raise StateMismatchError(f"Blend: the saved targets {targets} are not those of {position} samples")
+                self._targets[:] = targets
             total = int(self._counts.sum())
             if total != position:
                 raise StateMismatchError(f"Blend: the counts sum to {total}, the position is {position}")

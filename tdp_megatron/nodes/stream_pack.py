@@ -106,7 +106,11 @@ class StreamPack(Node[GlobalBatch]):
             raise StateMismatchError(
                 f"StreamPack: the saved state has no buffer with its numbers; it has {sorted(state)}"
             )
-        first, arrived, numbers = int(buffer["first"]), int(buffer["arrived"]), np.array(buffer["numbers"], dtype=int)
+        first, arrived, saved = buffer["first"], buffer["arrived"], buffer["numbers"]
+        values = [first, arrived, *saved] if isinstance(saved, list) else [None]
+        if not all(type(value) is int and abs(value) < 2**62 for value in values):
+            raise StateMismatchError(f"StreamPack: the saved buffer must hold integers, found {dict(buffer)}")
+        numbers = np.array(saved, dtype=np.int64)
         if first < 0 or np.any(np.diff([first - 1, *numbers, arrived]) <= 0):
             raise StateMismatchError(
                 f"StreamPack: the numbers of the saved buffer do not rise from {first} to below {arrived}"
