@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -33,6 +34,7 @@ __all__ = [
 ]
 
 _OK, _END, _FAILED = b"O", b"S", b"E"
+_CLOSED = "this packing session was closed; give a new data iterator, and load its state_dict to go on there"
 #: Samples are numbered by data-parallel rank first, as Megatron does.
 _RANK_STRIDE = 1 << 40
 
@@ -111,16 +113,16 @@ class PackingSession:
         self._states: dict[int, Any] = {0: self._source_state()}  # the iterator's state after so many items
         self._ahead: Ahead[LoopStep] | None = None
         self._failure: Exception | None = None
+        self._closed: Callable[[], Any] | None = None  # where a session was closed: gives its iterator while it lives
         self._limits: dict[str, Any] = {"equal_count": True}
         if config.virtual_pipeline_model_parallel_size and config.microbatch_group_size_per_vp_stage:
             self._limits["microbatches_multiple"] = config.microbatch_group_size_per_vp_stage
         self._limits.update(config.scheduler_options)
         groups.sessions.append(self)
 
-    @property
-    def source(self) -> Iterator[Any] | None:
-        """The data iterator; None on ranks that receive their packs."""
-        return self._source
+    def reads(self, source: Any) -> bool:
+        """Whether ``source`` is this session's data iterator; no on ranks that receive their packs."""
+        return source is not None and source is (self._source if self._closed is None else self._closed())
 
     def next_step(self, num_microbatches: int) -> LoopStep:
         """The next global batch, of ``num_microbatches`` items of every data-parallel rank's iterator.
@@ -131,6 +133,8 @@ class PackingSession:
         """
         if isinstance(num_microbatches, bool) or not isinstance(num_microbatches, int) or num_microbatches < 1:
             raise ValueError(f"num_microbatches must be a positive int, got {num_microbatches!r}")
+        if self._closed is not None:
+            raise RuntimeError(_CLOSED)  # a new one each time: its frames would keep the iterator
         if self._failure is not None:
             raise self._failure
         settle_all(self.groups)
@@ -347,6 +351,8 @@ class PackingSession:
             StateMismatchError: it is no saved state, or of another version.
         """
         check_state(state, self.VERSION, ("step", "num_microbatches"))
+        if self._closed is not None:
+            raise RuntimeError(_CLOSED)
         self.settle()
         self._ahead = None
         self._failure = None
@@ -363,9 +369,21 @@ class PackingSession:
             self._ahead.wait()
 
     def close(self) -> None:
-        """Wait for the step read ahead and drop it."""
+        """Wait for the step read ahead, drop it, and let go of the data iterator, so that its workers can end.
+
+        Later steps are an error: what was read ahead is lost to them. ``state_dict`` still says where they would begin.
+        """
         self.settle()
         self._ahead = None
+        self._pending.clear()
+        self._states = {self._consumed: self._states.get(self._consumed)}
+        if self._closed is None:
+            try:
+                self._closed = weakref.ref(self._source) if self._source is not None else lambda: None
+            except TypeError:  # lists' iterators, for one; they hold no workers
+                kept = self._source
+                self._closed = lambda: kept
+            self._source = None
 
 
 class _ToldStagesError(Exception):

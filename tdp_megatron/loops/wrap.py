@@ -75,7 +75,7 @@ def packing_session(data_iterator: Any, config: Any, pg_collection: Any = None) 
     settle_all(groups)
     number, problem = len(groups.sessions), None
     if groups.reads:
-        number = next((i for i, s in enumerate(groups.sessions) if s.source is source), number)
+        number = next((i for i, s in enumerate(groups.sessions) if s.reads(source)), number)
         try:
             check_reader(source, groups)
         except (TypeError, ValueError) as error:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -547,6 +549,35 @@ def test_validation_between_training_steps(shape: tuple[int, int, int], groups_m
     for step, first in enumerate(wanted):
         found = sorted({t for rank in ranks for t in rank[step] if t >= 0})
         assert found == [first + 10 * d for d in range(grid.dp)], (step, found)
+
+
+def test_closed_sessions_let_go_of_their_iterators() -> None:
+    """Otherwise the workers of every validation's DataLoader would live as long as the training."""
+    grid = Grid(2, 2, 1, 1)
+
+    def body(rank: int, world: int) -> None:
+        groups = grid.collection(rank)
+        seen = []
+        for validation in range(3):
+            iterator = Stateful([{"tokens": torch.full((2,), 10 * validation + i)} for i in range(5)])
+            for _ in range(2):
+                packed, *_ = wrap_data_iterator(iterator if rank == 0 else None, CONFIG, 1, groups)
+                seen += packed.step.batches[0].tokens[:1].tolist()
+            packed.session.close()
+            assert packed.state_dict()["step"] == 2
+            if rank == 0:
+                assert packed.state_dict()["data"] == {"at": 2}
+            with pytest.raises(RuntimeError, match="session was closed"):
+                wrap_data_iterator(iterator if rank == 0 else None, CONFIG, 1, groups)
+            with pytest.raises(RuntimeError, match="session was closed"):
+                packed.load_state_dict(packed.state_dict())
+            alive = weakref.ref(iterator)
+            del iterator
+            gc.collect()
+            assert alive() is None
+        assert seen == [0, 1, 10, 11, 20, 21]
+
+    run_ranks(body, 2)
 
 
 def test_a_reader_without_data_is_told_to_its_receivers() -> None:
