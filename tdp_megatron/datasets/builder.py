@@ -63,6 +63,8 @@ class BlendedMegatronDatasetBuilder:
         if len(sizes) != len(Split):
             raise ValueError(f"sizes must have {len(Split)} entries (train, valid, test), got {list(sizes)}")
         for size in sizes:
+            if size is not None and (isinstance(size, bool) or not hasattr(size, "__index__")):
+                raise TypeError(f"sizes must be numbers of samples, or None, got {list(sizes)}")
             if size is not None and size < 0:
                 raise ValueError(f"sizes must be 0 or more, or None, got {list(sizes)}")
         self.cls = cls

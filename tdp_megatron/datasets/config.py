@@ -206,5 +206,10 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
         for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss"):
             if getattr(self, name) is None:
                 raise ValueError(f"{name} must be True or False, it has no default")
+        for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss"):
+            if getattr(self, name) and getattr(self.tokenizer, "eod", None) is None:
+                raise ValueError(
+                    f"{name} needs the end-of-document id, but tokenizer ({type(self.tokenizer).__name__}) has no eod"
+                )
         if self.pad_masking not in get_args(PadMasking):
             raise ValueError(f"pad_masking must be one of {', '.join(get_args(PadMasking))}, got {self.pad_masking!r}")

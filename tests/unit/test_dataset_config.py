@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -224,6 +224,21 @@ def test_sizes_and_weights_that_do_not_go_together() -> None:
         build([10, 1])
     with pytest.raises(ValueError, match="sizes must be 0 or more"):
         build([10, -1, 1])
+    for size in (1.5, "5", True):
+        with pytest.raises(TypeError, match="sizes must be numbers of samples"):
+            build([10, size, 1])  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("name", ["reset_position_ids", "reset_attention_mask", "eod_mask_loss"])
+def test_rules_for_the_end_of_document_need_its_id(name: str) -> None:
+    """A tokenizer without one would leave them without effect."""
+
+    class NoEod:
+        unique_identifiers: ClassVar[dict[str, str]] = {"class": "NoEod"}
+
+    with pytest.raises(ValueError, match=rf"{name} needs the end-of-document id, but tokenizer \(NoEod\) has no eod"):
+        config_of(tokenizer=NoEod(), **{name: True})
+    assert config_of(tokenizer=NoEod()).eod_mask_loss is False
 
 
 @pytest.mark.usefixtures("corpora")
