@@ -11,8 +11,13 @@ import numpy.typing as npt
 
 __all__ = ["BufferPool"]
 
-#: References to a buffer that nobody uses: the pool's list, the loop variable, and the argument of getrefcount.
-_IDLE_REFERENCES = 3
+
+def _references(buffers: list[npt.NDArray[np.uint8]], i: int) -> int:
+    return sys.getrefcount(buffers[i])
+
+
+# What that says of a buffer that only its list holds; Python versions differ.
+_IDLE_REFERENCES = _references([np.empty(0, dtype=np.uint8)], 0)
 _SMALLEST = 1 << 16
 
 
@@ -48,9 +53,8 @@ class BufferPool:
         return array
 
     def _idle(self, size: int) -> npt.NDArray[np.uint8] | None:
-        best = None
-        for buffer in self._buffers:
-            fits = size <= buffer.nbytes <= 4 * size
-            if fits and sys.getrefcount(buffer) == _IDLE_REFERENCES and (best is None or buffer.nbytes < best[0]):
-                best = (buffer.nbytes, buffer[:size])
-        return None if best is None else best[1]
+        sizes = [(buffer.nbytes, i) for i, buffer in enumerate(self._buffers)]
+        for _, i in sorted(pair for pair in sizes if size <= pair[0] <= 4 * size):
+            if _references(self._buffers, i) == _IDLE_REFERENCES:
+                return self._buffers[i][:size]
+        return None
