@@ -6,7 +6,7 @@ Nothing here imports torch when it runs: the scheduler, which is pure, imports t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -78,7 +78,14 @@ class ParallelLayout:
             object.__setattr__(self, name, int(value))
         if self.tail_multiple == 0:
             object.__setattr__(self, "tail_multiple", math.lcm(16 * self.sp, self.fp8_multiple))
-        sizes = tuple(sorted({int(k) for k in self.cp_sizes})) or (self.cp,)
+        given: Any = self.cp_sizes
+        if isinstance(given, str) or not isinstance(given, Iterable):
+            raise TypeError(f"cp_sizes must be a sequence of ints, got {given!r}")
+        given = tuple(given)
+        for k in given:
+            if isinstance(k, bool) or not isinstance(k, (int, np.integer)):
+                raise TypeError(f"cp_sizes must hold ints, got {k!r} of type {type(k).__name__}")
+        sizes = tuple(sorted({int(k) for k in given})) or (self.cp,)
         for k in sizes:
             if k < 1 or self.num_ranks % k:
                 raise ValueError(

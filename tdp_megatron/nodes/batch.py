@@ -78,6 +78,8 @@ class Batch(Node[dict[str, Any]]):
         if not 0 <= dp_rank < dp_size:
             raise ValueError(f"dp_rank {dp_rank} is outside the {dp_size} data-parallel ranks")
         share = micro_batch_size * dp_size
+        if global_batch_size is not None:
+            global_batch_size = checked_int("global_batch_size", global_batch_size)
         if global_batch_size is not None and (global_batch_size < 1 or global_batch_size % share):
             lower = global_batch_size // share * share
             nearest = " and ".join(str(size) for size in (lower, lower + share) if size > 0)
@@ -95,7 +97,7 @@ class Batch(Node[dict[str, Any]]):
         self.dp_size = dp_size
         self.global_batch_size = global_batch_size
         self.sequence_length = found
-        self.pad_id = pad_id
+        self.pad_id = checked_int("pad_id", pad_id)
         self.drop_last = drop_last
         self.token_keys = checked_names("token_keys", token_keys)
         self._buffers: BatchBuffers | None = None

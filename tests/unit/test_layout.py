@@ -29,6 +29,13 @@ def test_sizes_must_be_ints(value: object) -> None:
         ParallelLayout(value)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("value", [4, "12", [1.5], ["2"], [True], [None]])
+def test_cp_sizes_must_be_several_ints(value: object) -> None:
+    with pytest.raises(TypeError, match="cp_sizes must"):
+        ParallelLayout(4, cp_sizes=value)  # type: ignore[arg-type]
+    assert ParallelLayout(4, cp_sizes=[np.int64(2), 1]).cp_sizes == (1, 2)  # type: ignore[arg-type]
+
+
 def test_defaults() -> None:
     layout = ParallelLayout(2, 4, 100)
     assert (layout.num_ranks, layout.cp_sizes, layout.tail_multiple, layout.tokens_per_rank_limit) == (8, (4,), 16, 96)

@@ -226,6 +226,8 @@ def test_user_keys(prefix: str) -> None:
         (lambda s: Batch(s, micro_batch_size=0), ValueError, "micro_batch_size must be at least 1"),
         (lambda s: Batch(s, micro_batch_size=True), TypeError, "micro_batch_size must be an int"),
         (lambda s: Batch(s, micro_batch_size=2.0), TypeError, "micro_batch_size must be an int"),
+        (lambda s: Batch(s, micro_batch_size=1, global_batch_size=4.0), TypeError, "global_batch_size must be an int"),
+        (lambda s: Batch(s, micro_batch_size=1, pad_id="x"), TypeError, "pad_id must be an int"),
         (lambda s: Batch(s, micro_batch_size=1, dp_rank=0.0), TypeError, "dp_rank must be an int"),
         (lambda s: Batch(s, micro_batch_size=1, sequence_length=2.5), TypeError, "sequence_length must be an int"),
         (lambda s: Batch(s, micro_batch_size=1, dp_rank=2, dp_size=2), ValueError, "dp_rank 2 is outside the 2"),
