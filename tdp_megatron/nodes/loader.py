@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 from torchdata.nodes import BaseNode
 from torchdata.nodes import Loader as TorchdataLoader
 
+from tdp_megatron.nodes.base import require_node
 from tdp_megatron.nodes.blend import Blend
 from tdp_megatron.stats import NodeStats
 
@@ -28,6 +29,7 @@ class Loader(TorchdataLoader[T]):
     """
 
     def __init__(self, root: BaseNode[T], restart_on_stop_iteration: bool = False) -> None:
+        require_node(root)
         super().__init__(root, restart_on_stop_iteration=restart_on_stop_iteration)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -145,6 +145,8 @@ class Pack(Node[GlobalBatch]):
         require_node(source)
         global_batch_size = checked_int("global_batch_size", global_batch_size, least=1)
         consumed_samples = checked_int("consumed_samples", consumed_samples)
+        if exchange is not None and not isinstance(exchange, Exchange):
+            raise TypeError(f"exchange must be an Exchange, got {type(exchange).__name__}")
         if exchange is not None:
             ranks = exchange.num_ranks
             if ranks != layout.num_ranks:

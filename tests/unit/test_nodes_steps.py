@@ -12,6 +12,7 @@ import pytest
 import torch
 from torchdata.nodes import BaseNode, IterableWrapper, Loader, Mapper
 
+from tdp_megatron import nodes as tdp_nodes
 from tdp_megatron.errors import ScheduleError, StateMismatchError, TdpError
 from tdp_megatron.nodes import Blend, DocumentSample, IndexedRead, Pack, Prefetch, Reroute, Shard
 from tdp_megatron.testing import check_resume_at_every_step, write_corpus
@@ -148,6 +149,7 @@ def test_content_dependent_loss_tokens_need_groups(prefixes: list[str]) -> None:
         ({"nonsense": 1}, TypeError, "nonsense"),
         ({"consumed_samples": 12.0}, TypeError, "consumed_samples must be an int, got 12.0"),
         ({"consumed_samples": 13}, ValueError, "nearest: 12, 24"),
+        ({"exchange": 5}, TypeError, "exchange must be an Exchange, got int"),
         ({"token_keys": "reward"}, TypeError, "token_keys must be a sequence of names"),
         ({"skip": (2, 4)}, TypeError, r"skip must hold pairs \(begin, end\) of ints, got 2"),
         ({"skip": [(0.5, 2)]}, TypeError, "skip must hold pairs"),
@@ -295,6 +297,7 @@ def test_what_is_no_node_is_refused_when_the_graph_is_made(prefixes: list[str]) 
         lambda: Reroute(None),  # type: ignore[arg-type]
         lambda: Blend([5]),  # type: ignore[list-item]
         lambda: Shard("x", rank=0, num_ranks=1),  # type: ignore[arg-type]
+        lambda: tdp_nodes.Loader([1, 2]),  # type: ignore[arg-type]
     ):
         with pytest.raises(TypeError, match="must be a torchdata.nodes.BaseNode"):
             make()
