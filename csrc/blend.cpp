@@ -20,6 +20,10 @@ inline double drawn_at(int64_t position) { return static_cast<double>(std::max<i
 // A draw looks at every dataset.
 inline int64_t draws_per_poll(int64_t k) { return std::max<int64_t>(kStepsPerPoll / (k + 8), 1); }
 
+// For few datasets a branch: their order repeats, so the processor guesses it and works on several draws at once.
+constexpr int64_t kBranchFrom = 4, kBranchBelow = 8;
+
+template <bool kBranch>
 void continue_plainly(const double* weights, int64_t k, int64_t* counts, int64_t position, int64_t n,
                       int32_t* dataset_index, int64_t* sample_index, const Poll& poll) {
     Countdown turn(draws_per_poll(k));
@@ -30,10 +34,16 @@ void continue_plainly(const double* weights, int64_t k, int64_t* counts, int64_t
         double largest = weights[0] * drawn - static_cast<double>(counts[0]);
         for (int64_t i = 1; i < k; ++i) {
             const double deficit = weights[i] * drawn - static_cast<double>(counts[i]);
-            // Without a branch: which dataset is next is hard to predict.
-            const bool larger = deficit > largest;
-            largest = larger ? deficit : largest;
-            chosen = larger ? i : chosen;
+            if constexpr (kBranch) {
+                if (deficit > largest) {
+                    largest = deficit;
+                    chosen = i;
+                }
+            } else {
+                const bool larger = deficit > largest;
+                largest = larger ? deficit : largest;
+                chosen = larger ? i : chosen;
+            }
         }
         dataset_index[j] = static_cast<int32_t>(chosen);
         sample_index[j] = counts[chosen]++;
@@ -60,7 +70,9 @@ void blend_continue(const double* weights, int64_t k, int64_t* counts, int64_t p
     const bool exact = position + n < kExact && *std::max_element(counts, counts + k) < kExact - n;
     // Copying into the padded arrays costs about as much as one plain step.
     if (k < kScanFrom || n < 4 || !exact) {
-        continue_plainly(weights, k, counts, position, n, dataset_index, sample_index, poll);
+        const bool branch = k >= kBranchFrom && k < kBranchBelow;
+        (branch ? continue_plainly<true> : continue_plainly<false>)(weights, k, counts, position, n, dataset_index,
+                                                                    sample_index, poll);
         return;
     }
     Padded padded(k);
