@@ -18,30 +18,50 @@ __all__ = [
 ]
 
 
-def _check_ranks(data_parallel_rank: int, data_parallel_size: int) -> None:
-    if data_parallel_size < 1:
-        raise ValueError(f"data_parallel_size must be at least 1, got {data_parallel_size}")
-    if not 0 <= data_parallel_rank < data_parallel_size:
-        raise ValueError(f"data_parallel_rank must be in [0, {data_parallel_size}), got {data_parallel_rank}")
-
-
-def _check_samples(total_samples: int, consumed_samples: int, micro_batch_size: int) -> None:
+def _check(
+    total_samples: int, consumed_samples: int, micro_batch_size: int, data_parallel_rank: int, data_parallel_size: int
+) -> None:
     if total_samples < 1:
         raise ValueError(f"total_samples must be at least 1, got {total_samples}: there is nothing to read")
     if consumed_samples < 0:
         raise ValueError(f"consumed_samples must be 0 or more, got {consumed_samples}")
     if micro_batch_size < 1:
         raise ValueError(f"micro_batch_size must be at least 1, got {micro_batch_size}")
+    if data_parallel_size < 1:
+        raise ValueError(f"data_parallel_size must be at least 1, got {data_parallel_size}")
+    if not 0 <= data_parallel_rank < data_parallel_size:
+        raise ValueError(f"data_parallel_rank must be in [0, {data_parallel_size}), got {data_parallel_rank}")
 
 
-def _check_not_spent(total_samples: int, consumed_samples: int) -> None:
-    if consumed_samples >= total_samples:
-        raise ValueError(
-            f"{consumed_samples} of {total_samples} samples are consumed, none is left; ask the dataset for more"
-        )
+class _RankSampler:
+    """What the samplers of one rank have in common."""
+
+    def __init__(
+        self,
+        total_samples: int,
+        consumed_samples: int,
+        micro_batch_size: int,
+        data_parallel_rank: int,
+        data_parallel_size: int,
+    ) -> None:
+        _check(total_samples, consumed_samples, micro_batch_size, data_parallel_rank, data_parallel_size)
+        self.total_samples = total_samples
+        self.consumed_samples = consumed_samples
+        self.micro_batch_size = micro_batch_size
+        self.data_parallel_rank = data_parallel_rank
+        self.data_parallel_size = data_parallel_size
+
+    @property
+    def _block(self) -> int:
+        """Samples of one batch of all ranks."""
+        return self.micro_batch_size * self.data_parallel_size
+
+    def __len__(self) -> int:
+        """Samples of the dataset, as in Megatron; not batches."""
+        return self.total_samples
 
 
-class MegatronPretrainingSampler:
+class MegatronPretrainingSampler(_RankSampler):
     """Samples in order; each rank takes its slice of every block of ``micro_batch_size * data_parallel_size``.
 
     Args:
@@ -65,22 +85,15 @@ class MegatronPretrainingSampler:
         data_parallel_size: int,
         drop_last: bool = True,
     ) -> None:
-        _check_samples(total_samples, consumed_samples, micro_batch_size)
-        _check_not_spent(total_samples, consumed_samples)
-        _check_ranks(data_parallel_rank, data_parallel_size)
-        self.total_samples = total_samples
-        self.consumed_samples = consumed_samples
-        self.micro_batch_size = micro_batch_size
-        self.data_parallel_rank = data_parallel_rank
-        self.data_parallel_size = data_parallel_size
+        super().__init__(total_samples, consumed_samples, micro_batch_size, data_parallel_rank, data_parallel_size)
+        if consumed_samples >= total_samples:
+            raise ValueError(
+                f"{consumed_samples} of {total_samples} samples are consumed, none is left; ask the dataset for more"
+            )
         self.drop_last = drop_last
 
-    def __len__(self) -> int:
-        """Samples of the dataset, as in Megatron; not batches."""
-        return self.total_samples
-
     def __iter__(self) -> Iterator[list[int]]:
-        block = self.micro_batch_size * self.data_parallel_size
+        block = self._block
         offset = self.data_parallel_rank * self.micro_batch_size
         for begin in range(self.consumed_samples, self.total_samples, block):
             end = min(begin + block, self.total_samples)
@@ -89,7 +102,7 @@ class MegatronPretrainingSampler:
             yield list(range(min(begin + offset, end), min(begin + offset + self.micro_batch_size, end)))
 
 
-class HybridCPMegatronPretrainingSampler:
+class HybridCPMegatronPretrainingSampler(MegatronPretrainingSampler):
     """Samples in order, a rank's share of a whole global batch at a time: its microbatches one after the other.
 
     Args:
@@ -115,30 +128,20 @@ class HybridCPMegatronPretrainingSampler:
         data_parallel_size: int,
         drop_last: bool = True,
     ) -> None:
-        _check_samples(total_samples, consumed_samples, micro_batch_size)
-        _check_not_spent(total_samples, consumed_samples)
-        _check_ranks(data_parallel_rank, data_parallel_size)
-        block = micro_batch_size * data_parallel_size
+        super().__init__(
+            total_samples, consumed_samples, micro_batch_size, data_parallel_rank, data_parallel_size, drop_last
+        )
+        block = self._block
         if global_batch_size < 1 or global_batch_size % block:
             near = max(global_batch_size // block, 1) * block
             raise ValueError(
                 f"global_batch_size {global_batch_size} is no multiple of micro_batch_size {micro_batch_size} * "
                 f"data_parallel_size {data_parallel_size}; the nearest are {near} and {near + block}"
             )
-        self.total_samples = total_samples
-        self.consumed_samples = consumed_samples
-        self.micro_batch_size = micro_batch_size
         self.global_batch_size = global_batch_size
-        self.data_parallel_rank = data_parallel_rank
-        self.data_parallel_size = data_parallel_size
-        self.drop_last = drop_last
-
-    def __len__(self) -> int:
-        """Samples of the dataset, as in Megatron; not batches."""
-        return self.total_samples
 
     def __iter__(self) -> Iterator[list[int]]:
-        block = self.micro_batch_size * self.data_parallel_size
+        block = self._block
         offset = self.data_parallel_rank * self.micro_batch_size
         for begin in range(self.consumed_samples, self.total_samples, self.global_batch_size):
             end = min(begin + self.global_batch_size, self.total_samples)
@@ -151,7 +154,7 @@ class HybridCPMegatronPretrainingSampler:
             ]
 
 
-class MegatronPretrainingRandomSampler:
+class MegatronPretrainingRandomSampler(_RankSampler):
     """Samples in an order drawn for each epoch ("cyclic"); an epoch per iteration, the seed is the epoch alone.
 
     Without ``data_sharding`` ranks may get unequal numbers of batches, as in Megatron.
@@ -179,9 +182,8 @@ class MegatronPretrainingRandomSampler:
         data_parallel_size: int,
         data_sharding: bool,
     ) -> None:
-        _check_samples(total_samples, consumed_samples, micro_batch_size)
-        _check_ranks(data_parallel_rank, data_parallel_size)
-        block = micro_batch_size * data_parallel_size
+        super().__init__(total_samples, consumed_samples, micro_batch_size, data_parallel_rank, data_parallel_size)
+        block = self._block
         if total_samples < block:
             raise ValueError(f"{total_samples} samples are fewer than one batch of all ranks, {block}")
         self.active_total_samples = total_samples - total_samples % block
@@ -191,16 +193,7 @@ class MegatronPretrainingRandomSampler:
                 f"samples it must be a multiple of micro_batch_size * data_parallel_size = {block}"
             )
         self.dataset = dataset
-        self.total_samples = total_samples
-        self.consumed_samples = consumed_samples
-        self.micro_batch_size = micro_batch_size
-        self.data_parallel_rank = data_parallel_rank
-        self.data_parallel_size = data_parallel_size
         self.data_sharding = data_sharding
-
-    def __len__(self) -> int:
-        """Samples of the dataset, as in Megatron; not batches."""
-        return self.total_samples
 
     def __iter__(self) -> Iterator[list[int]]:
         epoch, consumed = divmod(self.consumed_samples, self.active_total_samples)
@@ -218,7 +211,7 @@ class MegatronPretrainingRandomSampler:
                 self.data_parallel_rank :: self.data_parallel_size
             ]
         for begin in range(0, len(samples) - self.micro_batch_size + 1, self.micro_batch_size):
-            self.consumed_samples += self.micro_batch_size * self.data_parallel_size
+            self.consumed_samples += self._block
             yield samples[begin : begin + self.micro_batch_size].tolist()
 
 
@@ -235,8 +228,7 @@ class MegatronFullValidationSampler:
     """
 
     def __init__(self, total_samples: int, data_parallel_rank: int, data_parallel_size: int) -> None:
-        _check_samples(total_samples, 0, 1)
-        _check_ranks(data_parallel_rank, data_parallel_size)
+        _check(total_samples, 0, 1, data_parallel_rank, data_parallel_size)
         self._samples = range(data_parallel_rank, total_samples, data_parallel_size)
 
     def __len__(self) -> int:
