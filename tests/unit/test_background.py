@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 import subprocess
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,15 +14,17 @@ from torchdata.nodes import BaseNode
 
 from tdp_megatron.nodes import Prefetch
 
-NODE = """
+BASE = """
 import time
 import numpy as np
-from torchdata.nodes import BaseNode
 from tdp_megatron import _C
 from tdp_megatron.background import BackgroundThread
-from tdp_megatron.nodes import Prefetch
 
 random, values = _C.LegacyRandom(1), np.arange(10_000_000, dtype=np.int32)
+"""
+NODE = """
+from torchdata.nodes import BaseNode
+from tdp_megatron.nodes import Prefetch
 
 class Busy(BaseNode):
     def reset(self, initial_state=None):
@@ -37,19 +41,38 @@ class Busy(BaseNode):
 
 NATIVE = "def work(): random.shuffle(values)\n"
 HANGING = "def work(): time.sleep(3600)\n"
-PREFETCH = "node = Prefetch(Busy(), depth=2); node.reset(); print(next(node))\n"
-DROPPED = "node = Prefetch(Busy(), depth=2); node.reset(); print(next(node)); del node\n"
+PREFETCH = f"{NODE}node = Prefetch(Busy(), depth=2); node.reset(); print(next(node))\n"
+DROPPED = f"{NODE}node = Prefetch(Busy(), depth=2); node.reset(); print(next(node)); del node\n"
 PLAIN = "thread = BackgroundThread(work, name='ahead'); thread.start(); print(1)\n"
 
 
-@pytest.mark.parametrize("use", [PREFETCH, DROPPED, PLAIN], ids=["prefetch", "dropped prefetch", "thread"])
-@pytest.mark.parametrize("work", [NATIVE, HANGING], ids=["native", "hanging"])
-def test_process_ends_while_the_thread_works(work: str, use: str) -> None:
+USES = {"prefetch": PREFETCH, "dropped prefetch": DROPPED, "thread": PLAIN}
+WORKS = {"native": NATIVE, "hanging": HANGING}
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[dict[tuple[str, str], subprocess.Popen[str]]]:
+    """All of them side by side: most of their time goes into imports."""
+    started = {}
+    try:
+        for (use, last), (work, first) in itertools.product(USES.items(), WORKS.items()):
+            started[work, use] = subprocess.Popen(
+                [sys.executable, "-c", BASE + first + last], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            )
+        yield started
+    finally:
+        for process in started.values():
+            process.kill()
+            process.communicate()
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("work", WORKS)
+def test_process_ends_while_the_thread_works(work: str, use: str, processes: Any) -> None:
     # Without the wait, coming back from native code into an interpreter that is gone means SIGABRT.
-    done = subprocess.run(
-        [sys.executable, "-c", NODE + work + use], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "1\n", "")
+    process = processes[work, use]
+    out, err = process.communicate(timeout=120)
+    assert (process.returncode, out, err) == (0, "1\n", "")
 
 
 class Counter(BaseNode[int]):
