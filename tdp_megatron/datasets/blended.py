@@ -43,7 +43,8 @@ def sized_blend(weights: Sequence[float], size: int) -> tuple[npt.NDArray[np.int
     active = np.flatnonzero(np.asarray(weights) > 0)
     positive = np.ascontiguousarray(np.asarray(weights, dtype=np.float64)[active])
     chosen, samples = _C.blend_continue(positive, np.zeros(len(positive), dtype=np.int64), 0, size)
-    return active[chosen].astype(np.int16), samples
+    all_drawn = len(active) == len(weights)
+    return (chosen if all_drawn else active[chosen]).astype(np.int16), samples
 
 
 def exhaustive_blend(sizes: Sequence[int]) -> tuple[npt.NDArray[np.int16], npt.NDArray[np.int64]]:
