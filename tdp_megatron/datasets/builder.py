@@ -44,7 +44,7 @@ class BlendedMegatronDatasetBuilder:
         is_built_on_rank: whether the calling rank gets datasets.
         config: the data.
         timeout_s: how long ranks wait for ranks that do not come, seconds.
-        progress: called with (prefixes that are ready, prefixes) on ranks that build, after each one.
+        progress: called with (prefixes that are ready, prefixes) on ranks that build, at the start and after each.
 
     Raises:
         ValueError: a weighted blend without a size.
@@ -142,6 +142,8 @@ class BlendedMegatronDatasetBuilder:
 
     def _build(self) -> list[Built]:
         self._num_built = 0
+        if self.progress is not None:
+            self.progress(0, self._num_prefixes)
         with collector_paused(), grouped_writes():
             return self._build_all()
 
