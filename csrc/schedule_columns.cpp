@@ -8,12 +8,13 @@
 namespace tdp::schedule {
 namespace {
 
-constexpr int kHalvings = 20, kHalvingsTogether = 14, kDoublings = 64;
+constexpr int kHalvings = 20, kHalvingsTogether = 10, kDoublings = 64;
 constexpr double kFar = 1.02, kFewOthers = 0.2;
 constexpr double kTall[] = {1.0, 0.8};
 constexpr double kStretches[] = {1.0, 1.25, 1.5};
 constexpr std::size_t kFewSequences = 2048, kRules = 2, kRulesOfFew = 6;
-constexpr int kFills = 4, kFillsOfFew = 32, kMisses = 32, kMostSteps = 12, kPatience = 2;
+constexpr int kFills = 4, kFillsOfFew = 32, kMisses = 32, kMostSteps = 12, kPatience = 1, kPatienceOfFew = 2;
+constexpr double kStart = 0.6;
 
 struct Rule {
     double time, stretch, tall;
@@ -30,8 +31,13 @@ struct Loads {
     Numbers where;  // first column of each tall op
 };
 
+struct TallOp {
+    double seconds;
+    std::int32_t level;
+};
+
 struct Tall {
-    GrowingOps ops;
+    std::vector<TallOp> ops;
     std::vector<std::int32_t> op_of;  // of the sequences before first_rest
     std::size_t first_rest = 0;
 };
@@ -60,6 +66,7 @@ class Columns {
         const std::size_t n = scratch.lengths.size();
         few_ = n <= kFewSequences;
         rules_ = few_ ? kRulesOfFew : kRules;
+        patience_ = few_ ? kPatienceOfFew : kPatience;
         work_from_.assign(n + 1, 0.0);
         tokens_from_.assign(n + 1, 0);
         for (std::size_t i = n; i-- > 0;) {
@@ -136,7 +143,7 @@ class Columns {
         fewest = round_up(std::max(divide_up(tokens, capacity), divide_up(n, slots)), multiple);
         const std::int64_t wide = scratch_.levels[alone_.choose_level(0, 0.0)].k / width_;
         most = round_up(std::max(divide_up(2 * n * wide, columns), fewest), multiple);
-        const double best = overhead_ > 0.0 ? std::sqrt(bubbles_ * mean_work_ / overhead_) : kInfinity;
+        const double best = overhead_ > 0.0 ? (few_ ? 1.0 : kStart) * std::sqrt(bubbles_ * mean_work_ / overhead_) : kInfinity;
         const double clamped = std::min(std::max(best, static_cast<double>(fewest)), static_cast<double>(most));
         start = round_up(static_cast<std::int64_t>(clamped), multiple);
     }
@@ -163,7 +170,7 @@ class Columns {
                 std::int64_t following =
                     upwards ? std::max(at + 1, at * 5 / 4) : std::min(at - 1, at * 4 / 5);
                 following = round_up(std::max(following, std::int64_t{0}), multiple);
-                if (worse == kPatience || following == at || following < fewest || following > most) break;
+                if (worse == patience_ || following == at || following < fewest || following > most) break;
                 at = following;
             }
         }
@@ -186,7 +193,7 @@ class Columns {
             int worse = 0;
             std::int64_t count = at + direction;
             for (int step = 0; step < kMostSteps; ++step, count += direction) {
-                if (count < fewest || count > most || worse == kPatience) break;
+                if (count < fewest || count > most || worse == patience_) break;
                 if (known.find(count) == known.end()) {
                     if (auto made = estimate(rule, count, best * kFar)) known[count] = std::move(made);
                 }
@@ -204,6 +211,12 @@ class Columns {
     std::shared_ptr<Estimate> estimate(const Rule& rule, std::int64_t count, double most) {
         const double mean = mean_work_ / static_cast<double>(count) + scratch_.problem.cost.c0;
         const double limit = std::max(rule.time, rule.stretch * mean);
+        double longest = kInfinity;
+        for (const Level& level : scratch_.levels) {
+            const double time = scratch_.alone(level, 0);
+            if (time <= std::max(limit, times_.back())) longest = std::min(longest, time);
+        }
+        if (longest * (1.0 + bubbles_) >= most) return nullptr;
         const auto tall = make_tall(limit, std::min(rule.tall * mean, limit));
         if (least(*tall, count) >= most) return nullptr;
         auto best = std::make_shared<Estimate>();
@@ -246,7 +259,7 @@ class Columns {
         const double work = work_from_[best.tall->first_rest];
         const std::int64_t count = best.count;
         double longest = 0.0;
-        for (const GrowingOp& op : best.tall->ops) longest = std::max(longest, op.seconds);
+        for (const TallOp& op : best.tall->ops) longest = std::max(longest, op.seconds);
         const double evenly = mean_work_ + static_cast<double>(count) * overhead_;
         double low = std::max(longest * (1.0 + bubbles_), mean_work_);
         double high = std::min(best.step, 2.0 * (longest * (1.0 + bubbles_) + evenly));
@@ -269,7 +282,7 @@ class Columns {
 
     double least(const Tall& tall, std::int64_t count) const {
         double seconds = work_from_[tall.first_rest];
-        for (const GrowingOp& op : tall.ops) seconds += op.seconds * static_cast<double>(columns_of(op));
+        for (const TallOp& op : tall.ops) seconds += op.seconds * static_cast<double>(columns_of(op));
         const double mean = seconds / static_cast<double>(num_);
         return mean + bubbles_ * mean / static_cast<double>(count);
     }
@@ -304,15 +317,15 @@ class Columns {
         });
         place_.resize(unsorted_.size());
         for (std::size_t at = 0; at < order_.size(); ++at) {
-            tall->ops.push_back(unsorted_[static_cast<std::size_t>(order_[at])]);
+            const GrowingOp& op = unsorted_[static_cast<std::size_t>(order_[at])];
+            tall->ops.push_back({op.seconds, op.level});
             place_[static_cast<std::size_t>(order_[at])] = static_cast<std::int32_t>(at);
         }
         unsorted_.clear();
         for (std::size_t i = 0; i < low; ++i) {
             if (chosen_[i] == 0) {
                 tall->op_of[i] = static_cast<std::int32_t>(tall->ops.size());
-                tall->ops.push_back({});
-                tall->ops.back().add(scratch_, i);
+                tall->ops.push_back({alone_.seconds(i, 0), 0});
             } else {
                 tall->op_of[i] = place_[static_cast<std::size_t>(tall->op_of[i])];
             }
@@ -320,11 +333,11 @@ class Columns {
         return tall;
     }
 
-    std::size_t columns_of(const GrowingOp& op) const {
+    std::size_t columns_of(const TallOp& op) const {
         return static_cast<std::size_t>(scratch_.levels[static_cast<std::size_t>(op.level)].k / width_);
     }
 
-    void put(Loads& loads, std::size_t first, const GrowingOp& op, std::size_t size) const {
+    void put(Loads& loads, std::size_t first, const TallOp& op, std::size_t size) const {
         for (std::size_t column = first; column < first + size; ++column) {
             Column& own = loads.columns[column];
             own.seconds += op.seconds;
@@ -336,12 +349,12 @@ class Columns {
 
     double value(const Column& column) const { return column.seconds + bubbles_ * column.longest; }
 
-    bool apart(const GrowingOps& ops, std::int64_t count, Loads& loads) {
+    bool apart(const std::vector<TallOp>& ops, std::int64_t count, Loads& loads) {
         loads.columns.assign(num_, {});
         loads.where.clear();
         std::int32_t level = -1;
         std::size_t size = 0;
-        for (const GrowingOp& op : ops) {
+        for (const TallOp& op : ops) {
             if (op.level != level) {
                 level = op.level;
                 size = columns_of(op);
@@ -370,14 +383,15 @@ class Columns {
         return column.used < count && column.seconds + seconds + bubbles_ * longest + others <= step;
     }
 
-    bool together(const GrowingOps& ops, std::int64_t count, double step, Loads& loads) const {
+    bool together(const std::vector<TallOp>& ops, std::int64_t count, double step, Loads& loads) const {
         loads.columns.assign(num_, {});
-        loads.where.clear();
+        loads.where.resize(ops.size());
+        std::int32_t* where = loads.where.data();
         std::size_t first = 0, size = 0;
         std::int32_t level = -1;
         Column own;  // of all columns from `first` on for `size`
         const auto leave = [&] { std::fill_n(loads.columns.begin() + static_cast<std::ptrdiff_t>(first), size, own); };
-        for (const GrowingOp& op : ops) {
+        for (const TallOp& op : ops) {
             if (op.level != level) {
                 leave();
                 level = op.level;
@@ -393,7 +407,7 @@ class Columns {
             own.seconds += op.seconds;
             own.longest = std::max(own.longest, op.seconds);
             ++own.used;
-            loads.where.push_back(static_cast<std::int32_t>(first));
+            *where++ = static_cast<std::int32_t>(first);
         }
         leave();
         return true;
@@ -543,6 +557,7 @@ class Columns {
     double overhead_ = 0.0, empty_ = 0.0, mean_work_ = 0.0;
     bool few_ = false;
     std::size_t rules_ = 0;
+    int patience_ = 0;
     std::vector<double> work_from_, times_;
     std::vector<std::int64_t> tokens_from_;
     // Kept from one use to the next.

@@ -1,8 +1,8 @@
 // `default_dynamic_cp`: see tdp_megatron/schedule/dynamic_cp.py, which is the reference.
 #include <algorithm>
-#include <numeric>
 
 #include "schedule_core.h"
+#include "schedule_sort.h"
 
 namespace tdp::schedule {
 namespace {
@@ -26,11 +26,13 @@ class DynamicCp {
 
     // False where the step would be longer than it may be.
     bool run(Ops& ops) {
-        std::vector<std::int64_t> alive(problem_.count);
-        std::iota(alive.begin(), alive.end(), std::int64_t{0});
-        std::stable_sort(alive.begin(), alive.end(), [&](std::int64_t x, std::int64_t y) {
-            return length(x) > length(y);
-        });
+        std::vector<RadixOrder::Entry> order;
+        for (std::size_t i = 0; i < problem_.count; ++i) {
+            order.push_back({~static_cast<std::uint64_t>(lengths_[i]), static_cast<std::int64_t>(i)});
+        }
+        RadixOrder().sort(order);
+        std::vector<std::int64_t> alive;
+        for (const RadixOrder::Entry& entry : order) alive.push_back(entry.number);
         if (search_ != nullptr) longest_.assign(static_cast<std::size_t>(problem_.num_ranks), 0.0);
         while (!alive.empty()) {
             fill(alive);

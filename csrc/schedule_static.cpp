@@ -1,8 +1,8 @@
 // `lpt` and the next-fit of `dp_balanced`: see the references of the same names in tdp_megatron/schedule.
 #include <algorithm>
-#include <numeric>
 
 #include "schedule_core.h"
+#include "schedule_sort.h"
 
 namespace tdp::schedule {
 
@@ -12,21 +12,21 @@ Ops lpt(const Problem& problem, std::int64_t cp_size) {
     const std::int64_t pad = cp_size > 1 ? 2 * cp_size : 1;
     const Level level{cp_size, pad, problem.token_limit * cp_size / pad * pad};
     const double k = static_cast<double>(cp_size);
-    std::vector<std::int64_t> padded(n), order(n);
+    std::vector<std::int64_t> padded(n);
+    std::vector<RadixOrder::Entry> order(n);
     std::vector<double> costs(n);
     for (std::size_t i = 0; i < n; ++i) {
         padded[i] = level.padded(problem.seqlens[i]);
         costs[i] = cost.a * static_cast<double>(padded[i]) / k + cost.b * cost.squares(padded[i]) / k;
     }
-    std::iota(order.begin(), order.end(), std::int64_t{0});
-    std::stable_sort(order.begin(), order.end(), [&](std::int64_t x, std::int64_t y) {
-        return costs[static_cast<std::size_t>(x)] > costs[static_cast<std::size_t>(y)];
-    });
+    for (std::size_t i = 0; i < n; ++i) order[i] = {falling(costs[i]), static_cast<std::int64_t>(i)};
+    RadixOrder().sort(order);
     const std::size_t blocks = static_cast<std::size_t>(problem.num_ranks / cp_size);
     std::vector<std::vector<std::int64_t>> split(blocks);
     Heap<double> heap;
     for (std::size_t block = 0; block < blocks; ++block) heap.push({0.0, static_cast<std::int64_t>(block)});
-    for (const std::int64_t i : order) {
+    for (const RadixOrder::Entry& entry : order) {
+        const std::int64_t i = entry.number;
         const auto [load, block] = heap.top();
         split[static_cast<std::size_t>(block)].push_back(i);
         heap.replace_top({load + costs[static_cast<std::size_t>(i)], block});

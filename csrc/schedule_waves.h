@@ -57,6 +57,8 @@ class AloneTable {
 
     // As Scratch::choose_level.
     std::size_t choose_level(std::size_t i, double limit);
+    // Of a sequence whose level has been chosen.
+    double seconds(std::size_t i, std::size_t level) const { return seconds_[i * scratch_.levels.size() + level]; }
 
    private:
     const Scratch& scratch_;

@@ -18,7 +18,7 @@ __all__ = ["columns_reference"]
 
 #: Halvings of the step in an estimate; the second kind takes longer.
 _HALVINGS = 20
-_HALVINGS_TOGETHER = 14
+_HALVINGS_TOGETHER = 10
 _DOUBLINGS = 64
 #: An estimate this much above the least is not needed.
 _FAR = 1.02
@@ -38,7 +38,10 @@ _FEW_SEQUENCES = 2048
 _RULES_OF_FEW = 6
 _FILLS_OF_FEW = 32
 _MOST_STEPS = 12
-_PATIENCE = 2
+_PATIENCE = 1
+_PATIENCE_OF_FEW = 2
+#: The number of microbatches at which the search starts, over the best one without tall sequences.
+_START = 0.6
 
 
 @dataclass(slots=True)
@@ -112,7 +115,9 @@ class _Columns:
         self.empty = scratch.seconds(0, 0.0, self.width)
         n = len(scratch.lengths)
         self.few = n <= _FEW_SEQUENCES
-        self.rules, self.fills = (_RULES_OF_FEW, _FILLS_OF_FEW) if self.few else (_RULES, _FILLS)
+        self.rules, self.fills, self.patience = _RULES, _FILLS, _PATIENCE
+        if self.few:
+            self.rules, self.fills, self.patience = _RULES_OF_FEW, _FILLS_OF_FEW, _PATIENCE_OF_FEW
         #: Work and tokens of sequence i and all shorter ones.
         self.work_from = [0.0] * (n + 1)
         self.tokens_from = [0] * (n + 1)
@@ -181,8 +186,10 @@ class _Columns:
         fastest = min(scratch.levels, key=lambda level: level.alone[0])
         most = max(-(-2 * n * (fastest.cp_size // self.width) // self.num), fewest)
         most += -most % multiple
-        # Of count * overhead + bubbles * work / count.
-        best = math.sqrt(self.bubbles * self.mean_work / self.overhead) if self.overhead > 0.0 else math.inf
+        # Of count * overhead + bubbles * work / count, less because some columns pay for tall ones anyway.
+        best = math.inf
+        if self.overhead > 0.0:
+            best = (1.0 if self.few else _START) * math.sqrt(self.bubbles * self.mean_work / self.overhead)
         count = int(min(max(best, fewest), most))
         return fewest, most, count + -count % multiple
 
@@ -203,7 +210,7 @@ class _Columns:
                         best, worse = made.step, 0
                 following = max(at + 1, at * 5 // 4) if upwards else min(at - 1, at * 4 // 5)
                 following += -following % self.multiple
-                if worse == _PATIENCE or following == at or not fewest <= following <= most:
+                if worse == self.patience or following == at or not fewest <= following <= most:
                     break
                 at = following
         if self.few and known:
@@ -217,7 +224,7 @@ class _Columns:
         for direction in (-self.multiple, self.multiple):
             count, worse = at + direction, 0
             for _ in range(_MOST_STEPS):
-                if not fewest <= count <= most or worse == _PATIENCE:
+                if not fewest <= count <= most or worse == self.patience:
                     break
                 if count not in known:
                     made = self.estimate(rule, count, best * _FAR)
@@ -233,6 +240,9 @@ class _Columns:
         """The step with ``count`` microbatches per column; None where it is ``most`` or longer, or has no room."""
         mean = self.mean_work / count + self.scratch.cost.c0
         limit = max(rule.time, rule.stretch * mean)
+        longest = min(level.alone[0] for level in self.scratch.levels if level.alone[0] <= max(limit, self.times[-1]))
+        if longest * (1.0 + self.bubbles) >= most:
+            return None
         tall = self.make_tall(limit, min(rule.tall * mean, limit))
         if self.least(tall, count) >= most:
             return None
