@@ -141,20 +141,26 @@ class Searcher {
             if (left_ <= 0) return kInfinity;
             if (!even_.start(*head.alive, count, stretch * mean, tried_.even)) continue;
             const double hoped = head.seconds + even_.seconds();
-            const double gap = head.waves.size() < gap_at_ ? gap_ : gap_ / 2.0;
-            if (hoped + gap >= best_seconds_) return kInfinity;
+            if (hoped + gap(head.waves.size()) >= best_seconds_) return kInfinity;
             --left_;
             if (!even_.fill(tried_.even)) continue;
             tried_.head = head;
             const double before = best_seconds_, seconds = offer();
             if (seconds < before) best_head_ = head;
-            if (!thorough_ && (gap_ == 0.0 || seconds - hoped < gap_)) {
-                gap_ = std::max(seconds - hoped, 0.0);
-                gap_at_ = head.waves.size();
-            }
+            if (!thorough_) gaps_.emplace_back(head.waves.size(), std::max(seconds - hoped, 0.0));
             return seconds;
         }
         return kInfinity;
+    }
+
+    double gap(std::size_t tall_waves) const {
+        double most = -1.0, least = kInfinity;
+        for (const auto& [number, gap] : gaps_) {
+            if (number > tall_waves) most = std::max(most, gap);
+            least = std::min(least, gap);
+        }
+        if (most >= 0.0) return most;
+        return gaps_.empty() ? 0.0 : least / 2.0;
     }
 
     std::int64_t fewest(const Head& head) const {
@@ -226,16 +232,16 @@ class Searcher {
             } else {
                 for (const std::size_t number : kProbes) probe(number, limit);
             }
-            std::int64_t nearest = -1;
+            std::int64_t start = -1;
             double least = kInfinity;
             for (const auto& [number, seconds] : results_) {
-                if (nearest < 0 || seconds < least) {
-                    nearest = static_cast<std::int64_t>(number);
+                if (start < 0 || seconds < least) {
+                    start = static_cast<std::int64_t>(number);
                     least = seconds;
                 }
             }
             for (const std::int64_t direction : {1, -1}) {
-                for (std::int64_t number = nearest + direction; number >= 0; number += direction) {
+                for (std::int64_t number = start + direction; number >= 0; number += direction) {
                     const auto own = static_cast<std::size_t>(number);
                     if (results_.find(own) != results_.end()) break;
                     probe(own, limit);
@@ -272,9 +278,8 @@ class Searcher {
     Candidate tried_, best_;
     Head best_head_;  // of even waves
     bool has_best_ = false, thorough_ = false;
-    // By how much the step was longer than hoped for, and with how many tall waves.
-    double gap_ = 0.0;
-    std::size_t gap_at_ = 0;
+    // Numbers of tall waves, and by how much the step was longer than hoped for.
+    std::vector<std::pair<std::size_t, double>> gaps_;
     // Of one time limit of tall waves: heads by their number, and the steps found.
     std::vector<Head> heads_;
     std::map<std::size_t, double> results_;

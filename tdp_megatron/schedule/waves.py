@@ -87,9 +87,8 @@ class _Search:
         size = len(scratch.lengths) + 4 * scratch.num_ranks
         self.thorough = _EFFORT // size >= _THOROUGH
         self.left = min(_EFFORT // size, _MOST_CANDIDATES) if self.thorough else _FEWEST_CANDIDATES
-        #: By how much the step was longer than hoped for; with fewer tall waves it is by more.
-        self.gap = 0.0
-        self.gap_at = 0
+        #: Numbers of tall waves, and by how much the step was longer than hoped for.
+        self.gaps: list[tuple[int, float]] = []
         self.best_seconds = math.inf
         self.best_ops: list[PlacedOp] = []
         #: Of the best even waves so far.
@@ -133,8 +132,7 @@ class _Search:
             if unfilled is None:
                 continue
             hoped = head.seconds + unfilled.seconds
-            gap = self.gap if len(head.waves) < self.gap_at else self.gap / 2.0
-            if hoped + gap >= self.best_seconds:
+            if hoped + self.gap(len(head.waves)) >= self.best_seconds:
                 return math.inf
             self.left -= 1
             made = unfilled.fill()
@@ -143,10 +141,17 @@ class _Search:
                 seconds = self.offer([*head.waves, *made])
                 if seconds < before:
                     self.best_head = head
-                if not self.thorough and (self.gap == 0.0 or seconds - hoped < self.gap):
-                    self.gap, self.gap_at = max(seconds - hoped, 0.0), len(head.waves)
+                if not self.thorough:
+                    self.gaps.append((len(head.waves), max(seconds - hoped, 0.0)))
                 return seconds
         return math.inf
+
+    def gap(self, tall_waves: int) -> float:
+        """By how much the step will be longer than hoped for, at least: the fewer tall waves, the more."""
+        with_more = [gap for number, gap in self.gaps if number > tall_waves]
+        if with_more:
+            return max(with_more)
+        return min((gap for _, gap in self.gaps), default=0.0) / 2.0
 
     def fewest(self, head: _Head) -> int:
         tokens = sum(self.scratch.lengths[i] for i in head.alive)
@@ -176,14 +181,15 @@ class _Search:
             tried: dict[int, float] = {}
             for number in range(_MOST_TALL_WAVES + 1) if self.thorough else _PROBES:
                 self.probe(heads, number, limit, tried, seen)
-            nearest = min(tried, key=lambda number: (tried[number], number), default=-1)
+            start = min(tried, key=lambda number: (tried[number], number), default=-1)
+            least = tried.get(start, math.inf)
             for direction in (1, -1):
-                number = nearest + direction
+                number = start + direction
                 while number >= 0 and number not in tried:
                     self.probe(heads, number, limit, tried, seen)
-                    if number not in tried or tried[number] >= tried[nearest]:
+                    if tried.get(number, math.inf) >= least:
                         break
-                    nearest = number
+                    least = tried[number]
                     number += direction
             if self.done:
                 break

@@ -157,3 +157,24 @@ def test_the_binding_refuses_what_would_be_unsafe():
     for first, size, message in ((-1, 1, "outside"), (1, 2, "outside"), (0, 0, "outside")):
         with pytest.raises(ValueError, match=message):
             _C.schedule_free_step(one + first, one + size, np.ones(1), 2)
+
+
+@pytest.mark.parametrize("mode", ["free", "lockstep", "pipeline(4)"])
+@pytest.mark.parametrize("name", ["llama-70b", "qwen-1.7b"])
+@pytest.mark.parametrize("kind", ["files", "two lengths", "pareto"])
+def test_waves_equal_the_reference_on_large_batches(mode, name, kind):
+    # From some size on the search takes larger steps.
+    rng = np.random.default_rng(0)
+    if kind == "files":
+        lengths = rng.lognormal(np.log(1200), 1.7, 4096)
+    elif kind == "two lengths":
+        lengths = np.where(rng.random(2600) < 0.03, rng.normal(60_000, 8000, 2600), rng.normal(1500, 400, 2600))
+    else:
+        lengths = 300 * (1 + rng.pareto(1.1, 3000))
+    ranks = 64 if kind == "files" else 128
+    sizes = tuple(1 << shift for shift in range(ranks.bit_length()))
+    layout = ParallelLayout(ranks // 8, 8, 16384, cp_sizes=sizes, sp=8 if name == "llama-70b" else 1)
+    problem = Problem(
+        lengths.clip(1, 131072).astype(np.int64), layout, preset(name), Mode.parse(mode), Limits(equal_count=True)
+    )
+    assert waves(problem) == waves_reference(problem)
