@@ -25,8 +25,8 @@ struct Candidate {
 };
 
 constexpr std::int64_t kEffort = std::int64_t{1} << 16;
-constexpr std::int64_t kFewestCandidates = 10, kMostCandidates = 96, kThorough = 24;
-constexpr double kGoodEnough = 1.002;
+constexpr std::int64_t kFewestCandidates = 10, kMostCandidates = 96, kThorough = 16;
+constexpr double kGoodEnough = 1.002, kLeastGap = 0.5;
 constexpr std::size_t kMostTallWaves = 12, kProbes[] = {8, 12, 4, 2, 1, 0}, kAroundOfLarge = 2;
 const std::vector<double> kStretches = {1.0, 1.25, 1.5};
 constexpr std::pair<std::int64_t, double> kAround[] = {{1, 1.0}, {2, 1.0}, {0, 1.25}, {1, 1.25}, {0, 1.5}, {3, 1.0}};
@@ -160,7 +160,7 @@ class Searcher {
             least = std::min(least, gap);
         }
         if (most >= 0.0) return most;
-        return gaps_.empty() ? 0.0 : least / 2.0;
+        return gaps_.empty() ? 0.0 : least * kLeastGap;
     }
 
     std::int64_t fewest(const Head& head) const {

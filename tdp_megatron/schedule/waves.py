@@ -24,8 +24,10 @@ _MOST_CANDIDATES = 96
 #: A step this close to the lower bound ends the search.
 _GOOD_ENOUGH = 1.002
 #: With at least this many candidates all numbers of tall waves are tried.
-_THOROUGH = 24
+_THOROUGH = 16
 _MOST_TALL_WAVES = 12
+#: What a candidate is expected to be longer than hoped for, over the least seen with fewer tall waves.
+_LEAST_GAP = 0.5
 #: Numbers of tall waves tried otherwise: most often many are best.
 _PROBES = (8, 12, 4, 2, 1, 0)
 #: Even waves beyond the fewest, and time limits over their mean, tried around the best so far.
@@ -147,11 +149,11 @@ class _Search:
         return math.inf
 
     def gap(self, tall_waves: int) -> float:
-        """By how much the step will be longer than hoped for, at least: the fewer tall waves, the more."""
+        """By how much the step will be longer than hoped for: the fewer tall waves, the more."""
         with_more = [gap for number, gap in self.gaps if number > tall_waves]
         if with_more:
             return max(with_more)
-        return min((gap for _, gap in self.gaps), default=0.0) / 2.0
+        return min((gap for _, gap in self.gaps), default=0.0) * _LEAST_GAP
 
     def fewest(self, head: _Head) -> int:
         tokens = sum(self.scratch.lengths[i] for i in head.alive)
