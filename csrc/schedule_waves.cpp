@@ -202,17 +202,35 @@ class Searcher {
         offer();
     }
 
-    // Fills up `number` tall waves with even ones, unless they alone take too long.
-    void probe(std::size_t number, double limit) {
-        while (heads_.size() <= number) {
-            const Head& last = heads_.back();
-            if (last.alive->numbers.empty() || last.seconds >= best_seconds_ || done()) return;
-            Head head = last;
-            make_taller(head, limit);
-            if (head.alive->numbers.empty()) offer_tall(head);
-            heads_.push_back(std::move(head));
+    // One more tall wave after the last of `heads`; a plan of its own where it takes the last sequences.
+    void grow(std::vector<Head>& heads, double limit) {
+        Head head = heads.back();
+        make_taller(head, limit);
+        if (head.alive->numbers.empty()) offer_tall(head);
+        heads.push_back(std::move(head));
+    }
+
+    // Seconds that even waves after many tall ones should take, without filling them.
+    double hoped(std::vector<Head>& heads, double limit) {
+        while (heads.size() <= kProbes[0] && !heads.back().alive->numbers.empty()) grow(heads, limit);
+        const Head& head = heads.back().alive->numbers.empty() ? heads[heads.size() - 2] : heads.back();
+        head.alive->sum_up(scratch_);
+        const std::int64_t count = fewest(head);
+        const double mean = mean_seconds(head, count);
+        for (const double stretch : kStretches) {
+            if (even_.start(*head.alive, count, stretch * mean, tried_.even)) return head.seconds + even_.seconds();
         }
-        const Head& head = heads_[number];
+        return kInfinity;
+    }
+
+    // Fills up `number` tall waves with even ones, unless they alone take too long.
+    void probe(std::vector<Head>& heads, std::size_t number, double limit) {
+        while (heads.size() <= number) {
+            const Head& last = heads.back();
+            if (last.alive->numbers.empty() || last.seconds >= best_seconds_ || done()) return;
+            grow(heads, limit);
+        }
+        const Head& head = heads[number];
         if (head.alive->numbers.empty() || done()) return;
         if (!seen_.emplace(head.waves.size(), head.alive->numbers.size(), head.seconds).second) return;
         results_[number] = evenly(head, 0, kStretches);
@@ -224,13 +242,18 @@ class Searcher {
         if (times_.size() > 1) limits.push_back(times_[1]);
         limits.push_back(times_[0]);
         for (std::size_t at = 2; at < times_.size() && at < 4; ++at) limits.push_back(times_[at]);
-        for (const double limit : limits) {
-            heads_.assign(1, all);
+        std::vector<std::vector<Head>> heads(limits.size(), {all});
+        if (!thorough_ && limits.size() > 1 && hoped(heads[0], limits[0]) > hoped(heads[1], limits[1])) {
+            std::swap(limits[0], limits[1]);
+            std::swap(heads[0], heads[1]);
+        }
+        for (std::size_t at = 0; at < limits.size(); ++at) {
+            const double limit = limits[at];
             results_.clear();
             if (thorough_) {
-                for (std::size_t number = 0; number <= kMostTallWaves; ++number) probe(number, limit);
+                for (std::size_t number = 0; number <= kMostTallWaves; ++number) probe(heads[at], number, limit);
             } else {
-                for (const std::size_t number : kProbes) probe(number, limit);
+                for (const std::size_t number : kProbes) probe(heads[at], number, limit);
             }
             std::int64_t start = -1;
             double least = kInfinity;
@@ -244,7 +267,7 @@ class Searcher {
                 for (std::int64_t number = start + direction; number >= 0; number += direction) {
                     const auto own = static_cast<std::size_t>(number);
                     if (results_.find(own) != results_.end()) break;
-                    probe(own, limit);
+                    probe(heads[at], own, limit);
                     const auto found = results_.find(own);
                     if (found == results_.end() || found->second >= least) break;
                     least = found->second;
@@ -280,8 +303,7 @@ class Searcher {
     bool has_best_ = false, thorough_ = false;
     // Numbers of tall waves, and by how much the step was longer than hoped for.
     std::vector<std::pair<std::size_t, double>> gaps_;
-    // Of one time limit of tall waves: heads by their number, and the steps found.
-    std::vector<Head> heads_;
+    // Steps found with one time limit of tall waves, by their number.
     std::map<std::size_t, double> results_;
     std::set<std::tuple<std::size_t, std::size_t, double>> seen_;
 };

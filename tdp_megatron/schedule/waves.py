@@ -178,8 +178,11 @@ class _Search:
         # Twice the CP size that the longest sequence needs is best most often, so it goes first.
         limits = [*times[1:2], *times[:1], *times[2:4]]
         seen: set[tuple[int, int, float]] = set()
+        heads_of = {limit: [_Head([], 0.0, everything)] for limit in limits}
+        if not self.thorough:
+            limits[:2] = sorted(limits[:2], key=lambda limit: self.hoped(heads_of[limit], limit))
         for limit in limits:
-            heads = [_Head([], 0.0, everything)]
+            heads = heads_of[limit]
             tried: dict[int, float] = {}
             for number in range(_MOST_TALL_WAVES + 1) if self.thorough else _PROBES:
                 self.probe(heads, number, limit, tried, seen)
@@ -215,15 +218,32 @@ class _Search:
         while len(heads) <= number:
             if not heads[-1].alive or heads[-1].seconds >= self.best_seconds or self.done:
                 return
-            heads.append(self.taller(heads[-1], limit))
-            if not heads[-1].alive:
-                self.offer(heads[-1].waves)
+            self.grow(heads, limit)
         head = heads[number]
         key = (len(head.waves), len(head.alive), head.seconds)
         if not head.alive or self.done or key in seen:
             return
         seen.add(key)
         tried[number] = self.evenly(head, 0, _STRETCHES)
+
+    def hoped(self, heads: list[_Head], limit: float) -> float:
+        """Seconds that even waves after many tall ones should take, without filling them."""
+        while len(heads) <= _PROBES[0] and heads[-1].alive:
+            self.grow(heads, limit)
+        head = heads[-1] if heads[-1].alive else heads[-2]
+        count = self.fewest(head)
+        mean = self.mean_seconds(head, count)
+        for stretch in _STRETCHES:
+            unfilled = even_waves(self.scratch, head.alive, count, stretch * mean)
+            if unfilled is not None:
+                return head.seconds + unfilled.seconds
+        return math.inf
+
+    def grow(self, heads: list[_Head], limit: float) -> None:
+        """One more tall wave after the last of ``heads``; a plan of its own where it takes the last sequences."""
+        heads.append(self.taller(heads[-1], limit))
+        if not heads[-1].alive:
+            self.offer(heads[-1].waves)
 
     def taller(self, head: _Head, limit: float) -> _Head:
         wave, alive = tall_wave(self.scratch, head.alive, limit)
