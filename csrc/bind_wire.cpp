@@ -1,74 +1,49 @@
 // Bindings of wire.h.
-#include <pybind11/stl.h>
-
-#include <optional>
-#include <vector>
+#include <algorithm>
 
 #include "arrays.h"
+#include "bind_columns.h"
 #include "wire.h"
 
 namespace tdp {
 
 namespace {
 
-// Addresses of the arrays of a list, which must be one-dimensional, contiguous and of type T; their sizes go to
-// `lengths`, or must equal those there already.
-template <typename T>
-std::vector<int64_t> addresses(const py::list& arrays, const char* name, std::vector<int64_t>* lengths, bool first) {
-    const size_t n = arrays.size();
-    if (first)
-        lengths->reserve(n);
-    else if (n != lengths->size())
-        throw std::invalid_argument(std::string(name) + " has " + std::to_string(n) + " arrays, tokens have " +
-                                    std::to_string(lengths->size()));
-    std::vector<int64_t> found;
-    found.reserve(n);
-    for (size_t i = 0; i < n; ++i) {
-        const py::handle item = arrays[i];
-        if (!py::isinstance<Array<T>>(item))
-            throw py::type_error(std::string(name) + "[" + std::to_string(i) +
-                                 "] is not a contiguous array of the right dtype");
-        const auto array = py::reinterpret_borrow<Array<T>>(item);
-        if (array.ndim() != 1) throw std::invalid_argument(std::string(name) + " must have one dimension");
-        if (first)
-            lengths->push_back(array.shape(0));
-        else if (array.shape(0) != (*lengths)[i])
-            throw std::invalid_argument(std::string(name) + "[" + std::to_string(i) + "] has another length than tokens");
-        found.push_back(static_cast<int64_t>(reinterpret_cast<uintptr_t>(array.data())));
-    }
-    return found;
+void require_like(const OwnedColumn& column, const Column& tokens, const char* name) {
+    if (column.lengths_of() != tokens.length)
+        throw std::invalid_argument(std::string(name) + " has other lengths than tokens");
 }
 
-py::tuple py_scan_samples(const py::list& tokens, const py::list& labels, const py::list& loss_mask,
-                          const std::optional<py::list>& position_ids, int64_t ignore_label) {
-    std::vector<int64_t> lengths;
-    const auto t = addresses<int64_t>(tokens, "tokens", &lengths, true);
-    const auto l = addresses<int64_t>(labels, "labels", &lengths, false);
-    const auto m = addresses<float>(loss_mask, "loss_mask", &lengths, false);
-    std::vector<int64_t> p;
-    if (position_ids) p = addresses<int64_t>(*position_ids, "position_ids", &lengths, false);
-    const auto n = static_cast<int64_t>(lengths.size());
-    auto last_label = empty<int64_t>({static_cast<py::ssize_t>(n)});
-    auto loss_count = empty<int64_t>({static_cast<py::ssize_t>(n)});
+py::tuple py_scan_samples(const OwnedColumn& tokens, const OwnedColumn& labels, const OwnedColumn& loss_mask,
+                          const OwnedColumn* position_ids, int64_t ignore_label) {
+    const Column& t = tokens.view_as<int64_t>("tokens");
+    const Column& l = labels.view_as<int64_t>("labels");
+    const Column& m = loss_mask.view_as<float>("loss_mask");
+    const Column* p = position_ids ? &position_ids->view_as<int64_t>("position_ids") : nullptr;
+    require_like(labels, t, "labels");
+    require_like(loss_mask, t, "loss_mask");
+    if (position_ids) require_like(*position_ids, t, "position_ids");
+    auto last_label = empty<int64_t>({tokens.size()});
+    auto loss_count = empty<int64_t>({tokens.size()});
     int64_t *last = last_label.mutable_data(), *count = loss_count.mutable_data();
-    const int64_t* positions = position_ids ? p.data() : nullptr;
     SampleFacts facts;
     {
         py::gil_scoped_release release;
-        facts = scan_samples(t.data(), l.data(), m.data(), positions, lengths.data(), n, ignore_label, last, count);
+        facts = scan_samples(t, l, m, p, ignore_label, last, count);
     }
     return py::make_tuple(facts.bits, facts.largest, last_label, loss_count);
 }
 
-void py_narrow_tokens(const py::list& tokens, int dtype_code, Array<uint8_t>& out) {
-    std::vector<int64_t> lengths;
-    const auto t = addresses<int64_t>(tokens, "tokens", &lengths, true);
+Array<int64_t> py_number_samples(const Array<int64_t>& rows, const Array<int64_t>& counts, int64_t key) {
+    if (rows.ndim() != 3) throw std::invalid_argument("rows must have three dimensions");
+    const int64_t num_ranks = rows.shape(0), room = rows.shape(1), columns = rows.shape(2);
+    require_size(counts, "counts", num_ranks);
+    if (key < 0 || key >= columns) throw std::out_of_range("there is no column " + std::to_string(key));
     int64_t total = 0;
-    for (const int64_t length : lengths) total += length;
-    require_size(out, "out", total * (dtype_code == 8 ? 2 : dtype_code == 4 ? 4 : 8));
-    uint8_t* to = out.mutable_data();
-    py::gil_scoped_release release;
-    narrow_tokens(t.data(), lengths.data(), static_cast<int64_t>(lengths.size()), dtype_code, to);
+    for (int64_t r = 0; r < num_ranks; ++r) total += std::min(std::max<int64_t>(counts.data()[r], 0), room);
+    auto out = empty<int64_t>({columns + 2, static_cast<py::ssize_t>(total)});
+    number_samples(rows.data(), num_ranks, room, columns, counts.data(), key, out.mutable_data());
+    return out;
 }
 
 void py_fill_spans(const Array<int64_t>& destinations, const Array<int64_t>& widths, const Array<int64_t>& starts,
@@ -98,11 +73,11 @@ void py_fill_spans(const Array<int64_t>& destinations, const Array<int64_t>& wid
 
 void register_wire(py::module_& m) {
     m.def("scan_samples", &py_scan_samples, py::arg("tokens"), py::arg("labels"), py::arg("loss_mask"),
-          py::arg("position_ids"), py::arg("ignore_label"),
-          "(bits, largest id, last labels, loss counts) of samples given as lists of arrays (int64 tokens, labels and "
+          py::arg("position_ids").none(true), py::arg("ignore_label"),
+          "(bits, largest id, last labels, loss counts) of samples given as columns (int64 tokens, labels and "
           "positions, float32 loss mask); see csrc/wire.h.");
-    m.def("narrow_tokens", &py_narrow_tokens, py::arg("tokens"), py::arg("dtype_code"), py::arg("out").noconvert(),
-          "Joins a list of int64 token arrays in a narrower type.");
+    m.def("number_samples", &py_number_samples, py::arg("rows").noconvert(), py::arg("counts").noconvert(),
+          py::arg("key"), "Columns of all ranks' samples in one order, with rank and place; see csrc/wire.h.");
     m.def("fill_spans", &py_fill_spans, py::arg("destinations").noconvert(), py::arg("widths").noconvert(),
           py::arg("starts").noconvert(), py::arg("lengths").noconvert(), py::arg("entries").noconvert(),
           py::arg("pad_id"), py::arg("ignore_label"), py::arg("tokens").noconvert(), py::arg("labels").noconvert(),

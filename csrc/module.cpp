@@ -2,6 +2,7 @@
 #include <pybind11/pybind11.h>
 
 namespace tdp {
+void register_columns(pybind11::module_& m);
 void register_gather(pybind11::module_& m);
 void register_indices(pybind11::module_& m);
 void register_pack(pybind11::module_& m);
@@ -22,6 +23,7 @@ PYBIND11_MODULE(_C, m, pybind11::mod_gil_not_used()) {
     tdp::register_sync(m);
     tdp::register_gather(m);
     tdp::register_pack(m);
+    tdp::register_columns(m);
     tdp::register_wire(m);
     tdp::register_schedule(m);
 }

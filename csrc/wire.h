@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "columns.h"
+
 namespace tdp {
 
 // Bits of SampleFacts::bits; the Python side gives them their names.
@@ -16,18 +18,19 @@ enum : int64_t {
 
 struct SampleFacts {
     int64_t bits;
-    int64_t largest;  // token id; 2^62 where some id is negative
+    int64_t largest;  // no id needs more bits than this number; 2^62 where some id is negative
 };
 
-// Reads n samples once. tokens, labels, loss_mask and position_ids are arrays of n addresses (position_ids may be null:
-// positions then count up); last_label and loss_count get n values each.
-SampleFacts scan_samples(const int64_t* tokens, const int64_t* labels, const int64_t* loss_mask,
-                         const int64_t* position_ids, const int64_t* lengths, int64_t n, int64_t ignore_label,
-                         int64_t* last_label, int64_t* loss_count);
+// Reads all samples once. position_ids may be null: positions then count up. last_label and loss_count get one value
+// per sample. The columns hold int64, loss_mask float32, all of the same lengths.
+SampleFacts scan_samples(const Column& tokens, const Column& labels, const Column& loss_mask,
+                         const Column* position_ids, int64_t ignore_label, int64_t* last_label, int64_t* loss_count);
 
-// Joins the tokens of n samples (addresses) in the narrower integer type of an .idx dtype code (8, 4 or 5).
-// Throws std::invalid_argument for another code.
-void narrow_tokens(const int64_t* tokens, const int64_t* lengths, int64_t n, int dtype_code, unsigned char* out);
+// Numbers the samples of all ranks: by `key` (a column of their rows), then by place among their rank's, then by rank.
+// rows are [num_ranks, room, num_columns], of which rank r fills counts[r]. out gets num_columns + 2 lines of one value
+// per sample: the columns, the rank and the place. Throws std::out_of_range where a count is not in [0, room].
+void number_samples(const int64_t* rows, int64_t num_ranks, int64_t room, int64_t num_columns, const int64_t* counts,
+                    int64_t key, int64_t* out);
 
 struct PackOutput {
     int64_t* tokens;

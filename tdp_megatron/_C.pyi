@@ -1,4 +1,4 @@
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, overload
 
 import numpy as np
@@ -147,14 +147,41 @@ def pack_bytes(
     rows: npt.NDArray[np.int64], source: npt.NDArray[np.uint8], width: int, out: npt.NDArray[np.uint8]
 ) -> None: ...
 def cp_positions(cu_seqlens: npt.NDArray[Any], cp_size: int, cp_rank: int) -> npt.NDArray[np.int64]: ...
+
+class Column:
+    @overload
+    def __init__(self, arrays: list[npt.NDArray[Any]]) -> None: ...
+    @overload
+    def __init__(self, joined: npt.NDArray[Any], lengths: npt.NDArray[np.int64]) -> None: ...
+    @staticmethod
+    def find(items: list[Mapping[str, Any]], key: str, floats: bool, like: Column | None = None) -> Column | None: ...
+    def __len__(self) -> int: ...
+    @property
+    def lengths(self) -> npt.NDArray[np.int64]: ...
+    def copy_spans(
+        self,
+        samples: npt.NDArray[np.int64],
+        starts: npt.NDArray[np.int64],
+        lengths: npt.NDArray[np.int64],
+        target: npt.NDArray[np.uint8],
+        targets: npt.NDArray[np.int64],
+    ) -> None: ...
+    def narrow_spans(
+        self,
+        dtype_code: int,
+        samples: npt.NDArray[np.int64],
+        starts: npt.NDArray[np.int64],
+        lengths: npt.NDArray[np.int64],
+        follows: npt.NDArray[np.int64],
+        last_labels: npt.NDArray[np.int64],
+        target: npt.NDArray[np.uint8],
+        targets: npt.NDArray[np.int64],
+    ) -> None: ...
+
 def scan_samples(
-    tokens: list[npt.NDArray[np.int64]],
-    labels: list[npt.NDArray[np.int64]],
-    loss_mask: list[npt.NDArray[np.float32]],
-    position_ids: list[npt.NDArray[np.int64]] | None,
-    ignore_label: int,
+    tokens: Column, labels: Column, loss_mask: Column, position_ids: Column | None, ignore_label: int
 ) -> tuple[int, int, npt.NDArray[np.int64], npt.NDArray[np.int64]]: ...
-def narrow_tokens(tokens: list[npt.NDArray[np.int64]], dtype_code: int, out: npt.NDArray[np.uint8]) -> None: ...
+def number_samples(rows: npt.NDArray[np.int64], counts: npt.NDArray[np.int64], key: int) -> npt.NDArray[np.int64]: ...
 def fill_spans(
     destinations: npt.NDArray[np.int64],
     widths: npt.NDArray[np.int64],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, TypeAlias
@@ -40,8 +40,8 @@ def _as_array(value: Any) -> npt.NDArray[Any]:
     if hasattr(value, "detach"):  # a torch tensor, without importing torch
         try:
             array: npt.NDArray[Any] = value.numpy()
-        except (RuntimeError, TypeError):  # it has a gradient, or lies on another device
-            array = value.detach().cpu().numpy()
+        except (RuntimeError, TypeError):  # it has a gradient, or lies on another device, or is lazily negative
+            array = value.detach().resolve_neg().cpu().numpy()
         return array
     return np.asarray(value)
 
@@ -59,18 +59,18 @@ class TokenFacts:
     bits: int
     """Whether labels, loss mask and positions follow from the tokens."""
     largest: int
-    """Largest token id, 2^62 where some are negative."""
+    """A number no token id needs more bits than, 2^62 where some are negative."""
     last_labels: Int64Array
     """int64 [n], label of each sample's last token."""
     num_loss_tokens: Int64Array
     """int64 [n], positions with a loss."""
 
 
-def token_facts(columns: Mapping[str, list[npt.NDArray[Any]]]) -> TokenFacts:
+def token_facts(columns: Mapping[str, _C.Column]) -> TokenFacts:
     """Read tokens, labels, loss mask and positions once.
 
     Args:
-        columns: per standard key, one array per sample; ``position_ids`` may be missing.
+        columns: of the standard keys; ``position_ids`` may be missing.
     """
     return TokenFacts(
         *_C.scan_samples(
@@ -84,49 +84,72 @@ class MappingReader:
 
     Args:
         items: mappings with ``tokens`` [S] and what else the samples have; at least one.
-        names: what error messages call each of them.
+        name_of: what error messages call the i-th of them.
 
     Raises:
         ValueError, TypeError: an item is not a sample; the message names it.
     """
 
-    def __init__(self, items: Sequence[Mapping[str, Any]], names: Sequence[str]) -> None:
+    def __init__(self, items: list[Mapping[str, Any]], name_of: Callable[[int], str]) -> None:
         self._items = items
-        self._names = names
+        self._name_of = name_of
         if "tokens" not in items[0]:
-            raise ValueError(f"{names[0]} has no key 'tokens'; it has {sorted(map(str, items[0]))}")
-        self.columns: dict[str, list[npt.NDArray[Any]]] = {}
-        """Per token key, one contiguous array [S, ...] per sample."""
-        tokens = self.columns["tokens"] = self._column("tokens", None)
-        self.seqlens: Int64Array = np.array([len(t) for t in tokens], dtype=np.int64)
+            raise ValueError(f"{name_of(0)} has no key 'tokens'; it has {sorted(map(str, items[0]))}")
+        self.columns: dict[str, _C.Column] = {}
+        """Per token key, where the samples lie."""
+        self.specs: dict[str, tuple[np.dtype[Any], tuple[int, ...]]] = {}
+        """Per token key, dtype and shape of one token's entry."""
+        self._add_column("tokens")
+        self.seqlens: Int64Array = self.columns["tokens"].lengths
         """int64 [n], tokens of each sample."""
         for key in STANDARD_TOKEN_KEYS[1:]:
             if key in items[0]:
-                self.columns[key] = self._column(key, self.seqlens)
+                self._add_column(key)
         if "labels" not in self.columns:
-            self.columns["labels"] = [np.append(t[1:], IGNORE_LABEL)[: len(t)].astype(np.int64) for t in tokens]
+            self._derive("labels", self._next_tokens())
         if "loss_mask" not in self.columns:
-            self.columns["loss_mask"] = [(v != IGNORE_LABEL).astype(np.float32) for v in self.columns["labels"]]
-        self.offsets: Int64Array = np.concatenate([[0], np.cumsum(self.seqlens)])
-        """int64 [n + 1], where each sample begins in the joined arrays."""
-        self._joined: dict[str, npt.NDArray[Any]] = {}
+            labels = flat_column(self.columns["labels"], self.specs["labels"], self.seqlens)
+            self._derive("loss_mask", (labels != IGNORE_LABEL).astype(np.float32))
         self._facts: TokenFacts | None = None
 
-    def _column(self, key: str, seqlens: Int64Array | None) -> list[npt.NDArray[Any]]:
+    def _add_column(self, key: str) -> None:
+        tokens = self.columns.get("tokens")
         dtype = _DTYPES.get(key)
+        if dtype is not None:
+            found = _C.Column.find(self._items, key, dtype.kind == "f", tokens)
+            if found is not None:
+                self.columns[key], self.specs[key] = found, (dtype, ())
+                return
+        arrays = self._arrays(key, dtype, None if tokens is None else tokens.lengths.tolist())
+        self.columns[key], self.specs[key] = _C.Column(arrays), (arrays[0].dtype, arrays[0].shape[1:])
+
+    def _derive(self, key: str, joined: npt.NDArray[Any]) -> None:
+        self.columns[key], self.specs[key] = _C.Column(joined, self.seqlens), (joined.dtype, ())
+
+    def _next_tokens(self) -> Int64Array:
+        """The labels of plain text, all samples joined: the next token, none at the end."""
+        tokens = flat_column(self.columns["tokens"], self.specs["tokens"], self.seqlens)
+        labels = np.empty_like(tokens)
+        labels[:-1] = tokens[1:]
+        ends = np.cumsum(self.seqlens)[self.seqlens > 0] - 1
+        labels[ends] = IGNORE_LABEL
+        return labels
+
+    def _arrays(self, key: str, dtype: np.dtype[Any] | None, wanted: list[int] | None) -> list[npt.NDArray[Any]]:
+        """The values of a key as arrays that a column can be made of; slower than ``Column.find``, but of anything."""
         try:
             column = [_as_array(item[key]) for item in self._items]
         except KeyError:
-            missing = next(name for item, name in zip(self._items, self._names, strict=True) if key not in item)
-            raise ValueError(f"{missing} has no key {key!r}") from None
-        wanted = None if seqlens is None else seqlens.tolist()
+            missing = next(i for i, item in enumerate(self._items) if key not in item)
+            raise ValueError(f"{self._name_of(missing)} has no key {key!r}") from None
         first = column[0]
         kind, entry = (first.dtype, first.shape[1:]) if dtype is None else (dtype, ())
+        if kind.hasobject:
+            raise TypeError(f"{self._name_of(0)}: {key} is an array of Python objects; tokens have plain numbers")
         for i, array in enumerate(column):
             shape = array.shape
             if array.dtype == kind and shape[1:] == entry and shape and (wanted is None or shape[0] == wanted[i]):
-                if not array.flags.c_contiguous:
-                    column[i] = np.ascontiguousarray(array)
+                column[i] = np.require(array, requirements=["C", "A"])
                 continue
             column[i] = self._converted(key, i, array, dtype, None if wanted is None else wanted[i])
         return column
@@ -140,7 +163,7 @@ class MappingReader:
         length: int | None,
     ) -> npt.NDArray[Any]:
         """An array in the dtype of its key, or an error that says what is wrong with it."""
-        name = self._names[index]
+        name = self._name_of(index)
         if dtype is not None and array.ndim != 1:
             raise ValueError(f"{name}: {key} must have one dimension, has shape {array.shape}")
         if array.ndim == 0 or (length is not None and array.shape[0] != length):
@@ -160,14 +183,8 @@ class MappingReader:
         for key in keys:
             if key not in self.columns:
                 if key not in self._items[0]:
-                    raise ValueError(f"{self._names[0]} has no key {key!r}, which token_keys names")
-                self.columns[key] = self._column(key, self.seqlens)
-
-    def joined(self, key: str) -> npt.NDArray[Any]:
-        """The samples one after the other, [sum of seqlens, ...]."""
-        if key not in self._joined:
-            self._joined[key] = np.concatenate(self.columns[key])
-        return self._joined[key]
+                    raise ValueError(f"{self._name_of(0)} has no key {key!r}, which token_keys names")
+                self._add_column(key)
 
     @property
     def facts(self) -> TokenFacts:
@@ -183,11 +200,11 @@ class MappingReader:
 
     @property
     def token_keys(self) -> Mapping[str, np.dtype[Any]]:
-        return {key: column[0].dtype for key, column in self.columns.items()}
+        return {key: dtype for key, (dtype, _) in self.specs.items()}
 
     def token_shape(self, key: str) -> tuple[int, ...]:
         """Shape of one token's entry of ``key``; () for a plain number."""
-        return self.columns[key][0].shape[1:]
+        return self.specs[key][1]
 
     def read_spans(
         self,
@@ -197,19 +214,15 @@ class MappingReader:
         destinations: Int64Array,
         out: Mapping[str, npt.NDArray[Any]],
     ) -> None:
-        begins = self.offsets[sample_ids] + starts
         for key, array in out.items():
-            if key not in self.columns or not lengths.any():
-                continue
-            source = self.joined(key)
-            width = source.dtype.itemsize * int(np.prod(source.shape[1:], dtype=np.int64))
-            _C.copy_spans(
-                source.reshape(-1).view(np.uint8),
-                begins * width,
-                array.reshape(-1).view(np.uint8),
-                destinations * width,
-                lengths * width,
-            )
+            if key in self.columns and lengths.any():
+                width = array.dtype.itemsize * int(np.prod(array.shape[1:], dtype=np.int64))
+                self.columns[key].copy_spans(sample_ids, starts, lengths, as_bytes(array), destinations * width)
+
+    @property
+    def has_values(self) -> bool:
+        """Whether the samples, which all have the same keys, have some that are not per token."""
+        return not self._items[0].keys() <= self.columns.keys()
 
     def sample_values(self, sample_id: int) -> Mapping[str, Any]:
         item = self._items[sample_id]
@@ -234,8 +247,19 @@ def with_values(sample: Sample, **values: Any) -> Sample:
     if "tokens" in values:
         for key in STANDARD_TOKEN_KEYS:
             kept.pop(key, None)
-    reader = MappingReader([{**kept, **values}], [f"sample {sample.ref}"])
+    reader = MappingReader([{**kept, **values}], lambda _: f"sample {sample.ref}")
     return Sample(reader, 0, int(reader.seqlens[0]), sample.ref, int(reader.num_loss_tokens[0]))
+
+
+class _NameOf:
+    """What messages call the samples of a user's node; text is made when it is needed."""
+
+    def __init__(self, places: list[int], dataset_id: int, first_number: int, stride: int) -> None:
+        self._places, self._dataset_id = places, dataset_id
+        self._first_number, self._stride = first_number, stride
+
+    def __call__(self, index: int) -> str:
+        return f"sample {self._first_number + self._stride * self._places[index]} of source {self._dataset_id}"
 
 
 def block_from_items(items: Sequence[Any], dataset_id: int, first_number: int, stride: int = 1) -> SampleBlock:
@@ -257,25 +281,26 @@ def block_from_items(items: Sequence[Any], dataset_id: int, first_number: int, s
     readers: list[SampleReader] = []
     index: dict[int, int] = {}
     plain: dict[frozenset[str], list[int]] = {}
+    keys, places = None, []
     for i, item in enumerate(items):
-        if isinstance(item, Sample):
+        if type(item) is dict or (isinstance(item, Mapping) and not isinstance(item, Sample)):
+            if item.keys() != keys:  # mostly they are those of the item before
+                keys = item.keys()
+                places = plain.setdefault(frozenset(keys), [])
+            places.append(i)
+        elif isinstance(item, Sample):
             if id(item.reader) not in index:
                 index[id(item.reader)] = len(readers)
                 readers.append(item.reader)
             reader_index[i] = index[id(item.reader)]
             sample_ids[i], seqlens[i], loss[i] = item.sample_id, item.seqlen, item.num_loss_tokens
             refs[i] = dataset_id + item.ref[0], item.ref[1]
-        elif type(item) is dict or isinstance(item, Mapping):
-            plain.setdefault(frozenset(item), []).append(i)
         else:
             raise TypeError(
                 f"a source must yield mappings with a key 'tokens', source {dataset_id} gave {type(item).__name__}"
             )
     for places in plain.values():
-        reader = MappingReader(
-            [items[i] for i in places],
-            [f"sample {first_number + stride * i} of source {dataset_id}" for i in places],
-        )
+        reader = MappingReader([items[i] for i in places], _NameOf(places, dataset_id, first_number, stride))
         reader_index[places] = len(readers)
         readers.append(reader)
         sample_ids[places] = np.arange(len(places))
@@ -303,13 +328,13 @@ def token_key_specs(readers: Sequence[SampleReader]) -> dict[str, tuple[np.dtype
 
 
 class FlatSamples:
-    """Samples that have been read, in order; their arrays are joined when they are asked for.
+    """Samples that have been read, in order.
 
     Args:
         block: the samples.
         specs: per-token keys.
-        columns: per token key, one array per sample.
-        values: per sample, the keys that are not per token.
+        columns: per token key, where the samples lie.
+        values: per sample, the keys that are not per token; empty when no sample has any.
         reader: the reader that holds exactly these samples, if one does.
     """
 
@@ -317,30 +342,41 @@ class FlatSamples:
         self,
         block: SampleBlock,
         specs: TokenKeySpecs,
-        columns: Mapping[str, list[npt.NDArray[Any]]],
+        columns: Mapping[str, _C.Column],
         values: tuple[Mapping[str, Any], ...],
         reader: MappingReader | None = None,
-        joined: Mapping[str, npt.NDArray[Any]] | None = None,
     ) -> None:
         self.block = block
         self.specs = specs
         self.columns = columns
         self.values = values
-        self.offsets: Int64Array = np.concatenate([[0], np.cumsum(block.seqlens)])
-        """int64 [n + 1], where each sample begins in a joined array."""
         self._reader = reader
-        self._joined = dict(joined or {})
 
     def joined(self, key: str) -> npt.NDArray[Any]:
-        """The samples one after the other, [sum of seqlens, ...]."""
-        if key not in self._joined:
-            self._joined[key] = np.concatenate(self.columns[key])
-        return self._joined[key]
+        """The samples one after the other, [sum of seqlens, ...], a copy."""
+        return flat_column(self.columns[key], self.specs[key], self.block.seqlens)
 
     @property
     def facts(self) -> TokenFacts:
         """What is true of the tokens."""
         return self._reader.facts if self._reader is not None else token_facts(self.columns)
+
+
+def flat_column(
+    column: _C.Column, spec: tuple[np.dtype[Any], tuple[int, ...]], seqlens: Int64Array
+) -> npt.NDArray[Any]:
+    """The samples of a column one after the other, [sum of seqlens, ...], a copy."""
+    dtype, shape = spec
+    joined = np.empty((int(seqlens.sum()), *shape), dtype=dtype)
+    ids = np.arange(len(seqlens), dtype=np.int64)
+    width = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
+    column.copy_spans(ids, np.zeros_like(ids), seqlens, as_bytes(joined), (np.cumsum(seqlens) - seqlens) * width)
+    return joined
+
+
+def as_bytes(array: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
+    """The memory of a contiguous array."""
+    return array.reshape(-1).view(np.uint8)
 
 
 def read_spans_by_reader(
@@ -374,10 +410,12 @@ def read_spans_by_reader(
 
 def read_block(block: SampleBlock) -> FlatSamples:
     """Read all samples of a block."""
-    values = tuple(
-        block.readers[r].sample_values(i)
-        for r, i in zip(block.reader_index.tolist(), block.sample_ids.tolist(), strict=True)
-    )
+    values: tuple[Mapping[str, Any], ...] = ()
+    if any(not isinstance(reader, MappingReader) or reader.has_values for reader in block.readers):
+        values = tuple(
+            block.readers[r].sample_values(i)
+            for r, i in zip(block.reader_index.tolist(), block.sample_ids.tolist(), strict=True)
+        )
     specs = token_key_specs(block.readers)
     only = block.readers[0] if len(block.readers) == 1 else None
     if isinstance(only, MappingReader) and np.array_equal(block.sample_ids, np.arange(len(only.seqlens))):
@@ -388,6 +426,5 @@ def read_block(block: SampleBlock) -> FlatSamples:
         arrays["position_ids"][:] = np.arange(int(offsets[-1])) - np.repeat(offsets[:-1], block.seqlens)
     everything = np.arange(len(block), dtype=np.int64)
     read_spans_by_reader(block, everything, np.zeros_like(everything), block.seqlens, offsets[:-1], arrays)
-    edges = list(zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True))
-    columns = {key: [array[begin:end] for begin, end in edges] for key, array in arrays.items()}
-    return FlatSamples(block, specs, columns, values, joined=arrays)
+    columns = {key: _C.Column(array, block.seqlens) for key, array in arrays.items()}
+    return FlatSamples(block, specs, columns, values)

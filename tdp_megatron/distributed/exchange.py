@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tdp_megatron import _C
 from tdp_megatron.distributed.collectives import all_gather_rows, all_to_all_bytes, gather_texts
 from tdp_megatron.distributed.groups import DpCpGroups
 from tdp_megatron.distributed.host_group import HostGroup
@@ -20,19 +21,21 @@ from tdp_megatron.distributed.parcels import GlobalSamples, ParcelLayout, Parcel
 from tdp_megatron.distributed.token_form import NOTHING_TO_SEND, TokenForm
 from tdp_megatron.distributed.wire import WireSchema, decode_values, encode_values
 from tdp_megatron.errors import ExchangeError
-from tdp_megatron.ops import PackBuffers, PackTable, RankSpans, allocate_pack, build_pack_table, build_rank_spans
+from tdp_megatron.ops import PackBuffers, PackTable, RankSpans, allocate_pack, build_tables
+from tdp_megatron.ops.buffer_pool import BufferPool
 from tdp_megatron.samples import FlatSamples, TokenFacts
 from tdp_megatron.schedule.plan import Plan
 from tdp_megatron.types import Int64Array
 
 __all__ = ["Exchange", "GlobalSamples"]
 
-
+_POOL = BufferPool(8)
 _NO_SAMPLES = TokenFacts(NOTHING_TO_SEND, 0, np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
 #: count, missing, failed, digest of the keys, bits, largest token id
 _HEADER = 6
 #: length, loss tokens, dataset, sample, bytes of values, order, user fact, whether the next token is known
 _COLUMNS = 8
+_ORDER = 5
 
 
 class Exchange:
@@ -101,33 +104,28 @@ class Exchange:
             rows[:, 0] = block.seqlens
             rows[:, 1] = block.num_loss_tokens
             rows[:, 2:4] = block.refs
-            rows[:, 4] = [len(data) for data in self._encoded]
-            rows[:, 5] = np.arange(count) if order is None else order
+            rows[:, 4] = [len(data) for data in self._encoded] or 0
+            rows[:, _ORDER] = np.arange(count) if order is None else order
             rows[:, 6] = 0 if facts is None else facts
             rows[:, 7] = facts_of_tokens.last_labels >= 0
         headers, table = self._gather_table(header, rows, what)
         self._raise_first(step, headers[:, 2], error)
-        counts = headers[:, 0]
+        counts = np.ascontiguousarray(headers[:, 0])
         if headers[:, 1].any():
             self._check_end(step, headers[:, 1], has_more)
         self._agree_on_schema(step, headers[:, 3], digest)
         self._form = TokenForm.agree(headers[:, 4], headers[:, 5])
         self._last_labels = facts_of_tokens.last_labels
-        gathered = self._rows_of(table, rows, counts, what)
-        place, owner = np.nonzero(np.arange(gathered.shape[1])[:, None] < counts[None, :])
-        by_number = np.argsort(gathered[owner, place, 5], kind="stable")
-        place, owner = place[by_number], owner[by_number]
-        table = gathered[owner, place]
-        column = np.ascontiguousarray
+        columns = _C.number_samples(np.ascontiguousarray(self._rows_of(table, rows, counts, what)), counts, _ORDER)
         return GlobalSamples(
-            seqlens=column(table[:, 0]),
-            num_loss_tokens=column(table[:, 1]),
-            refs=column(table[:, 2:4]),
-            owner=owner.astype(np.int64),
-            local_index=place.astype(np.int64),
-            value_bytes=column(table[:, 4]),
-            facts=column(table[:, 6]),
-            has_next=column(table[:, 7]),
+            seqlens=columns[0],
+            num_loss_tokens=columns[1],
+            refs=np.ascontiguousarray(columns[2:4].T),
+            owner=columns[_COLUMNS],
+            local_index=columns[_COLUMNS + 1],
+            value_bytes=columns[4],
+            facts=columns[6],
+            has_next=columns[7],
             ended=bool(headers[:, 1].any()),
         )
 
@@ -142,9 +140,9 @@ class Exchange:
         Raises:
             ExchangeError: a rank is gone or late.
         """
-        mine = build_pack_table(plan, self.host.rank)
+        mine, spans = build_tables(plan, self.host.rank)
         buffers = allocate_pack(mine, self.token_keys, pad_id=pad_id)
-        values = self.transfer(step, build_rank_spans(plan), samples, local, buffers.arrays)
+        values = self.transfer(step, spans, samples, local, buffers.arrays)
         return mine, buffers, values
 
     @property
@@ -182,7 +180,7 @@ class Exchange:
         sizes = layout.sizes(sends, self.num_ranks)
         receive_sizes = layout.sizes(receives, self.num_ranks)
 
-        send = np.zeros(int(sizes.sum()), dtype=np.uint8)
+        send = _POOL.empty(int(sizes.sum()), np.uint8)  # every byte of it is written
         if len(local.block):
             layout.pack_tokens(sends, sizes, samples, local, self._last_labels, send)
         for i, at, size in _value_places(sends, sizes):

@@ -13,13 +13,10 @@ from tdp_megatron import _C
 from tdp_megatron.distributed.token_form import TokenForm
 from tdp_megatron.distributed.wire import WireSchema
 from tdp_megatron.ops import RankSpans
-from tdp_megatron.ops.buffer_pool import BufferPool
-from tdp_megatron.samples import FlatSamples
+from tdp_megatron.samples import FlatSamples, as_bytes
 from tdp_megatron.types import IGNORE_LABEL, Int64Array
 
 __all__ = ["GlobalSamples", "ParcelLayout", "Parcels"]
-
-_POOL = BufferPool(8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +60,6 @@ class Parcels:
     destinations: Int64Array
     follows: Int64Array
     """int64 [n], 1 where the token after the span is known: a later one of the sample, or its last label."""
-    at_end: npt.NDArray[np.bool_]
-    """[n], whether the span ends its sample."""
     value_peer: Int64Array
     """int64 [v], never falling."""
     value_ids: Int64Array
@@ -109,7 +104,6 @@ class Parcels:
             spans.lengths[rows],
             spans.destinations[rows],
             np.where(at_end, samples.has_next[ids], 1),
-            at_end,
             value_peer,
             value_ids,
             samples.value_bytes[value_ids],
@@ -193,31 +187,17 @@ class ParcelLayout:
     ) -> None:
         """Write the per-token keys of all parcels this rank sends."""
         streams, losses, raws = self._places(parcels, sizes)
-        lengths = parcels.lengths
+        starts, lengths = parcels.starts, parcels.lengths
         sample = samples.local_index[parcels.sample_ids]
-        begins = local.offsets[sample] + parcels.starts
         if self.form.derived_labels:
-            item = self.form.dtype.itemsize
-            at_end = parcels.at_end
-            # Inside a sample the next token lies behind the span; at its end it is the last label.
-            counts = lengths + ~at_end
-            narrow = _POOL.empty(int(local.offsets[-1]) * item, np.uint8)
-            _C.narrow_tokens(local.columns["tokens"], self.form.dtype_code, narrow)
-            _C.copy_spans(narrow, begins * item, send, streams, counts * item)
-            ends = np.flatnonzero(at_end & (parcels.follows > 0))
-            labels = np.where(last_labels >= 0, last_labels, 0).astype(self.form.dtype)
-            _C.copy_spans(
-                _as_bytes(labels),
-                sample[ends] * item,
-                send,
-                streams[ends] + lengths[ends] * item,
-                np.full(len(ends), item, dtype=np.int64),
+            local.columns["tokens"].narrow_spans(
+                self.form.dtype_code, sample, starts, lengths, parcels.follows, last_labels, send, streams
             )
         if self.form.loss == "binary":
-            mask = local.joined("loss_mask").astype(np.uint8)
-            _C.copy_spans(mask, begins, send, losses, lengths)
-        for key, width in self.raw:
-            _C.copy_spans(_as_bytes(local.joined(key)), begins * width, send, raws[key], lengths * width)
+            mask = _C.Column(local.joined("loss_mask").astype(np.uint8), local.block.seqlens)
+            mask.copy_spans(sample, starts, lengths, send, losses)
+        for key, _ in self.raw:
+            local.columns[key].copy_spans(sample, starts, lengths, send, raws[key])
 
     def unpack_tokens(
         self,
@@ -255,10 +235,6 @@ class ParcelLayout:
             _C.copy_spans(received, losses, mask, destinations, lengths)
             out["loss_mask"][:] = mask
         for key, width in self.raw:
-            _C.copy_spans(received, raws[key], _as_bytes(out[key]), destinations * width, lengths * width)
+            _C.copy_spans(received, raws[key], as_bytes(out[key]), destinations * width, lengths * width)
         if self.form.labels_need_loss:
             out["labels"][out["loss_mask"] == 0] = IGNORE_LABEL
-
-
-def _as_bytes(array: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
-    return array.reshape(-1).view(np.uint8)

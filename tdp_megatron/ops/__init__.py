@@ -6,7 +6,7 @@ from tdp_megatron.ops.batch_buffers import BatchBuffers
 from tdp_megatron.ops.buffers import PackBuffers, PackedTensors, allocate_pack, packed_batches
 from tdp_megatron.ops.gather import gather_pack, pack
 from tdp_megatron.ops.metadata import LossSpans, PackMetadata
-from tdp_megatron.ops.pack_table import PackTable, RankSpans, build_pack_table, build_rank_spans
+from tdp_megatron.ops.pack_table import PackTable, RankSpans, build_pack_table, build_rank_spans, build_tables
 from tdp_megatron.ops.pads import DEFAULT_PADS, MEGATRON_PADS, PadRules
 from tdp_megatron.ops.partition import cp_partition_indices
 from tdp_megatron.ops.raw_tokens import pack_raw_tokens
@@ -28,6 +28,7 @@ __all__ = [
     "allocate_pack",
     "build_pack_table",
     "build_rank_spans",
+    "build_tables",
     "cp_partition_indices",
     "gather_pack",
     "pack",

@@ -187,7 +187,7 @@ def packed_batches(
                 cp_rank=int(table.cp_ranks[m]),
                 first_rank=first_rank,
                 sample_ids=tuple(ids.tolist()),
-                refs=tuple(map(tuple, refs[ids].tolist())),
+                refs=tuple(zip(*refs[ids].T.tolist(), strict=True)),
                 extras=extras,
                 cp_group=cp_group(first_rank, cp_size),
             )

@@ -10,7 +10,7 @@ import numpy as np
 from tdp_megatron.schedule.plan import Plan
 from tdp_megatron.types import Int64Array
 
-__all__ = ["PackTable", "RankSpans", "build_pack_table", "build_rank_spans"]
+__all__ = ["PackTable", "RankSpans", "build_pack_table", "build_rank_spans", "build_tables"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,26 +111,53 @@ def build_rank_spans(plan: Plan) -> RankSpans:
     Args:
         plan: any valid plan.
     """
+    return build_tables(plan, 0)[1]
+
+
+def build_tables(plan: Plan, rank: int) -> tuple[PackTable, RankSpans]:
+    """``build_pack_table`` and ``build_rank_spans`` at once, for less than the two.
+
+    Args:
+        plan: any valid plan.
+        rank: DP x CP rank of the pack table.
+    """
     num_ranks = plan.layout.num_ranks
     counts = plan.num_microbatches_per_rank
-    ops = np.concatenate([plan.rank_ops(rank) for rank in range(num_ranks)])
+    ops = np.concatenate([plan.rank_ops(r) for r in range(num_ranks)])
     rank_of_op = np.repeat(np.arange(num_ranks), counts)
     table = _table(plan, ops, rank_of_op - plan.op_first_rank[ops])
-    first_op = np.cumsum(counts) - counts
+    first_op = np.append(0, np.cumsum(counts))
     # The table lays all ranks' buffers end to end; each rank's own begins at 0.
     begins = table.op_offsets[first_op]
     real = np.flatnonzero(table.lengths > 0)
-    op_of_span = np.searchsorted(table.op_offsets, table.destinations[real], side="right") - 1
-    rank = rank_of_op[op_of_span]
-    sizes = plan.op_offsets[ops + 1] - plan.op_offsets[ops]
-    return RankSpans(
-        rank,
+    span_rank = np.searchsorted(begins, table.destinations, side="right") - 1
+    wanted = span_rank[real]
+    spans = RankSpans(
+        wanted,
         table.sample_ids[real],
         table.starts[real],
         table.lengths[real],
-        table.destinations[real] - begins[rank],
-        np.repeat(rank_of_op, sizes),
+        table.destinations[real] - begins[wanted],
+        np.repeat(rank_of_op, plan.op_offsets[ops + 1] - plan.op_offsets[ops]),
         table.held,
+    )
+    mine = slice(int(first_op[rank]), int(first_op[rank + 1]))
+    rows = slice(*np.searchsorted(span_rank, [rank, rank + 1]).tolist())
+    held = slice(*np.searchsorted(spans.held_rank, [rank, rank + 1]).tolist())
+    return (
+        PackTable(
+            ops=ops[mine],
+            op_offsets=table.op_offsets[mine.start : mine.stop + 1] - begins[rank],
+            cp_ranks=table.cp_ranks[mine],
+            sample_ids=table.sample_ids[rows],
+            starts=table.starts[rows],
+            lengths=table.lengths[rows],
+            widths=table.widths[rows],
+            destinations=table.destinations[rows] - begins[rank],
+            entries=table.entries[rows],
+            held=table.held[held],
+        ),
+        spans,
     )
 
 

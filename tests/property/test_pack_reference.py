@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tdp_megatron.nodes.pack import GlobalBatch
-from tdp_megatron.ops import build_pack_table, build_rank_spans, cp_partition_indices
+from tdp_megatron.ops import PackTable, build_pack_table, build_rank_spans, build_tables, cp_partition_indices
 from tdp_megatron.samples import block_from_items
 from tdp_megatron.schedule import Plan, schedule
 from tdp_megatron.types import IGNORE_LABEL, PackedBatch, ParallelLayout
@@ -82,6 +82,9 @@ def check_rank_spans(plan: Plan) -> None:
         for name in ("sample_ids", "starts", "lengths", "destinations"):
             np.testing.assert_array_equal(getattr(spans, name)[mine], getattr(table, name)[real], err_msg=name)
         np.testing.assert_array_equal(spans.held[spans.held_rank == rank], table.held)
+        for name in PackTable.__dataclass_fields__:
+            together = getattr(build_tables(plan, rank)[0], name)
+            np.testing.assert_array_equal(together, getattr(table, name), err_msg=name)
 
 
 @settings(max_examples=150, deadline=None)
