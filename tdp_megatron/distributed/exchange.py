@@ -19,7 +19,8 @@ from tdp_megatron.distributed.groups import DpCpGroups
 from tdp_megatron.distributed.host_group import HostGroup
 from tdp_megatron.distributed.parcels import GlobalSamples, ParcelLayout, Parcels
 from tdp_megatron.distributed.token_form import NOTHING_TO_SEND, TokenForm
-from tdp_megatron.distributed.wire import WireSchema, decode_values, encode_values
+from tdp_megatron.distributed.values import decode_values, encode_values
+from tdp_megatron.distributed.wire import WireSchema
 from tdp_megatron.errors import ExchangeError
 from tdp_megatron.ops import PackBuffers, PackTable, RankSpans, allocate_pack, build_tables
 from tdp_megatron.ops.buffer_pool import BufferPool

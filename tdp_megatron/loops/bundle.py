@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from tdp_megatron.distributed.wire import decode_values, encode_values
+from tdp_megatron.distributed.values import decode_values, encode_values
 from tdp_megatron.ops import PackBuffers, allocate_pack, build_pack_table
 from tdp_megatron.schedule.plan import Plan
 from tdp_megatron.types import Int64Array, ParallelLayout

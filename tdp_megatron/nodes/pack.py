@@ -109,7 +109,8 @@ class Pack(Node[GlobalBatch]):
         algorithm: name of a scheduling algorithm, see ``tdp_megatron.schedule.algorithms``.
         cost: cost model; None for the default.
         mode: execution mode the plan is made for.
-        exchange: how ranks swap the samples they read.
+        exchange: how ranks swap the samples they read. Keys that are not per token must then be tensors, arrays, plain
+            Python values, or lists, tuples, sets and dicts of them; they arrive as what they were, others are an error.
         drop_last: whether a last, smaller global batch is left out.
         token_keys: user keys that have one entry per token and are packed like ``tokens``.
         check_plans: validate every plan.

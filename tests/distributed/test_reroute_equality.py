@@ -11,6 +11,7 @@ import torch
 from torchdata.nodes import IterableWrapper, Mapper
 
 from tdp_megatron.distributed import DpCpGroups, Exchange
+from tdp_megatron.errors import ExchangeError
 from tdp_megatron.nodes import Blend, DocumentSample, GPTSample, IndexedRead, Pack, Reroute, Shard
 from tdp_megatron.samples import with_values
 from tdp_megatron.testing import run_ranks, write_corpus
@@ -147,6 +148,60 @@ def test_plan_and_exchange_give_identical_batches(prefixes: tuple[str, str], wor
     for s in range(5):
         held = sum(int(np.count_nonzero(b["loss_mask"])) for steps, _ in results for b in steps[s]["batches"])
         assert held == results[0][0][s]["facts"][3]
+
+
+def facts_of(sample: Sample) -> dict[Any, Any]:
+    n = sample.ref[1]
+    return {
+        "turns": [("user", n), ("assistant", None)],
+        "by_number": {0: (1, 2.5), n: {"nested": {True, n}}},
+        "score": np.float32(n / 3),
+        "numbers": (float("nan"), -0.0, 1 << 80, b"raw"),
+        "mask": np.zeros((n % 3, 2), dtype=np.bool_),
+    }
+
+
+def test_values_keep_their_types_in_both_ways(prefixes: tuple[str, str]) -> None:
+    """Python values travel as what they are: no lists from tuples, no strings from integers, as when nothing moves."""
+    layout = ParallelLayout(2, 1, 96)
+    common: dict[str, Any] = {"global_batch_size": 10, "algorithm": "lpt", "drop_last": False}
+
+    def values(root: Reroute) -> list[str]:
+        root.reset(None)
+        return [repr([sorted(b.extras.items()) for b in next(root)]) for _ in range(3)]
+
+    def body(rank: int, world_size: int) -> tuple[list[str], list[str]]:
+        groups = DpCpGroups.create(layout, timeout_s=30)
+
+        def source() -> Any:
+            return Mapper(blend(prefixes), lambda sample: with_values(sample, facts=facts_of(sample), why=None))
+
+        shard = Shard(source(), rank=rank, num_ranks=2)
+        by_plan = Reroute(Pack(source(), layout, **common), groups=groups)
+        by_exchange = Reroute(Pack(shard, layout, exchange=Exchange(groups), **common), groups=groups)
+        return values(by_plan), values(by_exchange)
+
+    for by_plan, by_exchange in run_ranks(body, 2, timeout_s=60):
+        assert "by_number" in by_plan[0]
+        assert by_exchange == by_plan
+
+
+def test_values_that_would_change_are_refused_by_name_on_all_ranks(prefixes: tuple[str, str]) -> None:
+    layout = ParallelLayout(2, 1, 96)
+
+    def body(rank: int, world_size: int) -> str:
+        groups = DpCpGroups.create(layout, timeout_s=30)
+        source = Shard(
+            Mapper(blend(prefixes), lambda s: with_values(s, span=range(2) if rank else (0, 2))), rank=rank, num_ranks=2
+        )
+        root = Reroute(Pack(source, layout, global_batch_size=4, exchange=Exchange(groups)), groups=groups)
+        root.reset(None)
+        with pytest.raises(ExchangeError) as caught:
+            next(root)
+        return str(caught.value)
+
+    for message in run_ranks(body, 2, timeout_s=60):
+        assert "rank 1 failed: TypeError: key 'span' holds a builtins.range; what can be exchanged are" in message
 
 
 def test_exchange_agrees_for_any_number_of_samples_per_rank(prefixes: tuple[str, str]) -> None:
