@@ -10,9 +10,13 @@ import torch.distributed as dist
 
 from tdp_megatron.distributed.ordered_group import new_ordered_group
 from tdp_megatron.distributed.progress import Progress
+from tdp_megatron.distributed.watch import Watch
 from tdp_megatron.errors import ExchangeError
 
 __all__ = ["HostGroup"]
+
+#: How long a failed rank whose process may hold the store waits for the others to have read the cause.
+_FAREWELL_SECONDS = 3.0
 
 
 class HostGroup:
@@ -37,6 +41,7 @@ class HostGroup:
         self.step = 0
         """Step the group is in, for messages."""
         self._progress = Progress(self.global_ranks, self.rank, self.group.group_name)
+        self._watch: Watch | None = None
 
     @property
     def size(self) -> int:
@@ -47,19 +52,55 @@ class HostGroup:
         """Note for the other ranks that this one has begun ``step``."""
         self.step = step
         self._progress.begin(step)
+        self.watch("")
 
     def explain_failure(self) -> tuple[str, bool]:
         """Why a collective failed, which takes seconds, and whether that is a cause some rank has told."""
         return self._progress.explain(self.step)
 
+    def watch(self, teller: str) -> None:
+        """See to it that this rank learns of the others' failures also where it meets them in no collective of ours.
+
+        Nothing happens where there is no store to tell them through.
+
+        Args:
+            teller: who goes on; a cause it has told before is over.
+        """
+        self._progress.take_back(teller)
+        alone = self.size == 1 or not self._progress.has_store
+        if not alone and (self._watch is None or not self._watch.is_running):
+            self._watch = Watch(self._progress, self.rank, self.size, self.timeout_s)
+        self.note_use()
+
+    def note_use(self) -> None:
+        """Note that the training loop has taken another step, and so is not stuck."""
+        if self._watch is not None:
+            self._watch.came()
+
+    def raise_if_told(self, step: int) -> None:
+        """Raise when a rank has told that it cannot make ``step`` or an earlier one; costs nothing. See ``watch``.
+
+        Raises:
+            ExchangeError: with the first cause and the rank.
+        """
+        if self._watch is not None:
+            self._watch.raise_if_told(step)
+
     @contextmanager
-    def telling_failures(self, step: int) -> Iterator[None]:
-        """Let the other ranks, which will miss this one in their next collective, know why it left."""
+    def telling_failures(self, step: int, teller: str = "") -> Iterator[None]:
+        """Let the other ranks, which will miss this one in their next collective, know why it left.
+
+        Args:
+            step: number of the global batch.
+            teller: who fails, for ``watch``; the next ``begin_step`` takes back what nobody in particular has told.
+        """
         try:
             yield
         except ExchangeError:  # the others know
             raise
         except Exception as error:
             if not isinstance(error, StopIteration):
-                self._progress.tell_cause(step, f"{type(error).__name__}: {error}")
+                self._progress.tell_cause(step, f"{type(error).__name__}: {error}", teller)
+                if self._watch is not None and dist.is_initialized() and dist.get_rank() == 0:
+                    self._progress.await_confirmations(self.size - 1, _FAREWELL_SECONDS)
             raise

@@ -4,16 +4,28 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch.distributed.distributed_c10d import PrefixStore
 
 from tdp_megatron.distributed.ordered_group import default_store
 
-__all__ = ["Progress"]
+__all__ = ["Cause", "Progress"]
 
 #: How long a failed rank waits for the others to say that they failed, too.
 _GRACE_SECONDS = 3.0
 _POLL_SECONDS = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """Why a rank failed."""
+
+    rank: int
+    """Its place in the group."""
+    step: int
+    text: str
+    """The rank, the step and the error."""
 
 
 class Progress:
@@ -31,22 +43,57 @@ class Progress:
         # Without a store errors only lose the rank's number.
         store = default_store()
         self._store = None if store is None else PrefixStore(name, store)
-        self._told = 0
-        """Causes told and not yet taken back."""
+        self._told: dict[str, int] = {}
+        """Causes told and not yet taken back, by who told them."""
+
+    @property
+    def has_store(self) -> bool:
+        """Whether notes can be left; not without a default process group, nor when the store is gone."""
+        return self._store is not None
 
     def begin(self, step: int) -> None:
-        """Note that this rank has begun a step; a cause it told before is over, then."""
-        if self._told:
-            self._add_to_causes(-self._told)
-            self._told = 0
-            self._set("first_cause", "")
+        """Note that this rank has begun a step; what it told as nobody in particular is over, then."""
+        self.take_back()
         self._set(f"begun/{self._rank}", str(step))
 
-    def tell_cause(self, step: int, cause: str) -> None:
-        """Note why this rank cannot go on with ``step``; the first cause noted is the one all ranks are told."""
-        self._told += 1
-        if self._add_to_causes(1) == 1:
+    def tell_cause(self, step: int, cause: str, teller: str = "") -> None:
+        """Note why this rank cannot go on with ``step``; the first cause noted is the one all ranks are told.
+
+        Args:
+            step: number of the global batch.
+            cause: the error.
+            teller: who takes it back; there may be several pipelines, of which one goes on while another has failed.
+        """
+        self._told[teller] = self._told.get(teller, 0) + 1
+        if self._add("causes", 1) == 1:
+            self._set("cause_place", f"{self._rank} {step}")
             self._set("first_cause", f"rank {self._rank} failed in step {step}: {cause}")
+
+    def take_back(self, teller: str = "") -> None:
+        """Note that ``teller`` goes on after all; where it has told no cause, nothing is sent."""
+        count = self._told.pop(teller, 0)
+        if count:
+            self._add("causes", -count)
+            self._set("first_cause", "")
+
+    def read_cause(self) -> Cause | None:
+        """The first cause, when some rank has told one."""
+        text = self._get("first_cause")
+        place = self._get("cause_place") if text else None
+        if not text or not place:
+            return None
+        rank, step = place.split()
+        return Cause(int(rank), int(step), text)
+
+    def confirm_cause(self) -> None:
+        """Note that this rank knows the first cause."""
+        self._add("confirmed", 1)
+
+    def await_confirmations(self, num_ranks: int, timeout_s: float) -> None:
+        """Wait until that many ranks have confirmed some cause, or the time is over."""
+        deadline = time.monotonic() + timeout_s
+        while self._add("confirmed", 0) < num_ranks and time.monotonic() < deadline and self.has_store:
+            time.sleep(_POLL_SECONDS)
 
     def explain(self, step: int) -> tuple[str, bool]:
         """Note that this rank failed in ``step``, and say why: the first cause, or who did not get there or vanished.
@@ -78,28 +125,26 @@ class Progress:
             return f"rank {rank} is missing: it began step {begun}, not step {step}"
         return f"rank {rank} vanished in step {begun}"
 
-    def _add_to_causes(self, count: int) -> int:
-        if self._store is None:
-            return 0
+    def _add(self, key: str, count: int) -> int:
+        store = self._store  # another thread may find it gone meanwhile
         try:
-            return int(self._store.add("causes", count))
-        except RuntimeError:
+            return 0 if store is None else int(store.add(key, count))
+        except RuntimeError:  # the store went with its host; the collective's own error is still to come
             self._store = None
             return 0
 
     def _set(self, key: str, value: str) -> None:
-        if self._store is None:
-            return
+        store = self._store
         try:
-            self._store.set(key, value)
-        except RuntimeError:  # the store went with its host; the collective's own error is still to come
+            if store is not None:
+                store.set(key, value)
+        except RuntimeError:
             self._store = None
 
     def _get(self, key: str) -> str | None:
-        if self._store is None:
-            return None
+        store = self._store
         try:
-            return self._store.get(key).decode() if self._store.check([key]) else None
+            return store.get(key).decode() if store is not None and store.check([key]) else None
         except RuntimeError:
             self._store = None
             return None

@@ -107,6 +107,13 @@ class Prefetch(BaseNode[T]):
         if failure is not None:
             self._failure = failure
             raise failure
+        check = getattr(self.source, "check_before_use", None)
+        if check is not None:  # a step that another rank cannot make would leave the loop waiting for that rank
+            try:
+                check(item)
+            except Exception as error:
+                self._failure = error
+                raise
         self._state = state
         self.stats.items += 1
         return item  # type: ignore[return-value]  # None only with a failure

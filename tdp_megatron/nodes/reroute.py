@@ -70,6 +70,8 @@ class Reroute(Node[Step]):
         self.pad_id = checked_int("pad_id", pad_id)
         self.device = None if device is None else torch.device(device)
         self.agree_every = agree_every
+        self._by_plan = False
+        self._name = f"reroute {id(self)}"
 
     def fingerprint(self) -> dict[str, Any]:
         return {}
@@ -83,8 +85,10 @@ class Reroute(Node[Step]):
         return {self.SOURCE_KEY: self.source.state_dict()}
 
     def _next(self) -> Step:
-        telling = nullcontext() if self.groups is None else self.groups.data.telling_failures(self._position)
-        with telling:
+        host = None if self.groups is None else self.groups.data
+        if host is not None:
+            host.watch(self._name)
+        with nullcontext() if host is None else host.telling_failures(self._position, self._name):
             with self.stats.waiting():
                 batch = next(self.source)
             with self.stats.working():
@@ -96,6 +100,23 @@ class Reroute(Node[Step]):
         held = int(step.plan.op_tokens_per_rank @ step.plan.op_cp_size)
         self.stats.observe("padding", 1.0 - step.seqlen_sum / held if held else 0.0)
         return step
+
+    def check_before_use(self, step: Step) -> None:
+        """Look once more before a step that was made ahead is handed out.
+
+        By exchange the ranks meet in every step, and learn of failures there.
+
+        Raises:
+            ExchangeError: another rank has told that it cannot make this step or an earlier one.
+        """
+        self._raise_if_told(step.index)
+
+    def _raise_if_told(self, index: int) -> None:
+        if self.groups is None:
+            return
+        self.groups.data.note_use()
+        if self._by_plan:
+            self.groups.data.raise_if_told(index)
 
     def skip_to(self, step: int) -> None:
         """Go on with global batch ``step``; nothing is read.
@@ -116,6 +137,8 @@ class Reroute(Node[Step]):
     def _step(self, batch: GlobalBatch) -> Step:
         if not isinstance(batch, GlobalBatch):
             raise TypeError(f"Reroute needs planned global batches of Pack or StreamPack, got {type(batch).__name__}")
+        self._by_plan = batch.exchange is None
+        self._raise_if_told(batch.index)
         if self.agree_every and self.groups is not None and batch.index % self.agree_every == 0:
             host = _begun(self.groups.data, batch)
             require_equal(host, self._digest(batch), f"the plan or the order of the samples of step {batch.index}")

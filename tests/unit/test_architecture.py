@@ -27,7 +27,7 @@ ARROWS: dict[str, set[str]] = {
     "datasets": {"_C", "errors", "types", "samples", "indexed", "distributed"},
     "schedule": {"_C", "errors", "types"},
     "ops": {"_C", "errors", "types", "schedule"},
-    "distributed": {"_C", "errors", "types", "samples", "schedule", "ops"},
+    "distributed": {"_C", "background", "errors", "types", "samples", "schedule", "ops"},
     "nodes": {
         "_C",
         "errors",

@@ -1,0 +1,132 @@
+"""``Watch``: a thread that learns why another rank failed while this one waits for it in the training loop.
+
+Ranks that read by plan meet in no collective of ours. A rank that fails notes the first cause in the job's store; here
+it is looked up once a second, so that a step pays nothing for it.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import sys
+import threading
+import time
+from contextlib import suppress
+from typing import TypeAlias
+
+import torch.distributed as dist
+
+from tdp_megatron.background import BackgroundThread
+from tdp_megatron.distributed.progress import Cause, Progress
+from tdp_megatron.errors import ExchangeError
+
+__all__ = ["Watch"]
+
+logger = logging.getLogger(__name__)
+
+_POLL_SECONDS = 1.0
+#: Questions per second that the one store answers for all ranks.
+_POLLS_PER_SECOND = 500
+
+#: A collective of ours ends by itself after the same time-out, and with a better message.
+_GRACE_SECONDS = 5.0
+
+#: Where threads are: code and instruction of every frame.
+_Places: TypeAlias = tuple[tuple[int, int], ...]
+
+
+class Watch:
+    """Looks for the first cause of a failure that another rank of the group has told.
+
+    The cause is logged at once. Whoever asks for a step that the other rank cannot make gets it as an error. A
+    process that does not ask, because its threads have stood still for ``timeout_s`` since then (in a collective of the
+    training loop that will never complete, above all), is ended: nothing can be raised there.
+
+    Args:
+        progress: the group's notes.
+        rank: this process's place in the group.
+        num_ranks: of the group.
+        timeout_s: how long the threads may stand still, seconds.
+    """
+
+    def __init__(self, progress: Progress, rank: int, num_ranks: int, timeout_s: float) -> None:
+        self._progress = progress
+        self._rank = rank
+        self._timeout_s = timeout_s
+        self._interval = max(_POLL_SECONDS, num_ranks / _POLLS_PER_SECOND)
+        self._cause: Cause | None = None
+        self._came = 0
+        self._stop = threading.Event()
+        self._pid = os.getpid()
+        self._thread = BackgroundThread(self._run, name="tdp-watch", stop=self._stop)
+        self._thread.start()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether there is a thread; not in a fork of the process, nor when the store is gone."""
+        return self._pid == os.getpid() and self._thread.is_alive()
+
+    def came(self) -> None:
+        """Note that the training loop goes on: it may be in the same place whenever one looks, and yet move."""
+        self._came += 1
+
+    def raise_if_told(self, step: int) -> None:
+        """Raise when another rank has told that it cannot make ``step``, or an earlier one.
+
+        Raises:
+            ExchangeError: with the first cause and the rank.
+        """
+        cause = self._cause
+        if cause is not None and cause.step <= step:
+            self._stop.set()  # from here on it is the program's own affair how it ends
+            raise ExchangeError(cause.text)
+
+    def _run(self) -> None:
+        seen: tuple[int, _Places] | None = None
+        moved = 0.0
+        while not self._stop.wait(self._interval):
+            if not dist.is_initialized():
+                return
+            cause = self._progress.read_cause()
+            if not self._progress.has_store:
+                return
+            if cause is not None and cause.rank == self._rank:
+                cause = None
+            if cause is not None and cause != self._cause:
+                self._progress.confirm_cause()
+                logger.error("%s; rank %d cannot go on without it", cause.text, self._rank)
+                seen = None
+            self._cause = cause
+            if cause is None:
+                continue
+            now = self._came, _places()
+            if now != seen:
+                seen, moved = now, time.monotonic()
+            elif time.monotonic() - moved > self._timeout_s + _GRACE_SECONDS:
+                self._end(cause)
+
+    def _end(self, cause: Cause) -> None:
+        said = (
+            f"{cause.text}; rank {self._rank} has been waiting in one place for {self._timeout_s:g} s since, so its "
+            "process ends now (raise timeout_s of the groups if it may pause that long). Its threads:"
+        )
+        with suppress(Exception):  # standard error may be closed, or no file
+            print(said, file=sys.stderr, flush=True)  # a log might not be written before the end
+            faulthandler.dump_traceback(sys.stderr, all_threads=True)
+        os._exit(1)
+
+
+def _places() -> _Places:
+    """Where the main thread is, and every other that the program waits for at its end."""
+    frames = sys._current_frames()
+    main = threading.main_thread()
+    places: list[tuple[int, int]] = []
+    for thread in threading.enumerate():
+        frame = frames.get(thread.ident or 0)
+        if thread is not main and thread.daemon:
+            continue
+        while frame is not None:
+            places.append((id(frame.f_code), frame.f_lasti))
+            frame = frame.f_back
+    return tuple(places)
