@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 from torchdata.nodes import BaseNode
 from torchdata.nodes import Loader as TorchdataLoader
+from torchdata.nodes.loader import LoaderIterator
 
 from tdp_megatron.nodes.base import require_node
 from tdp_megatron.nodes.blend import Blend
+from tdp_megatron.nodes.early_end import refuse_early_end
 from tdp_megatron.stats import NodeStats
 
 __all__ = ["Loader", "pipeline_stats"]
@@ -31,6 +34,12 @@ class Loader(TorchdataLoader[T]):
     def __init__(self, root: BaseNode[T], restart_on_stop_iteration: bool = False) -> None:
         require_node(root)
         super().__init__(root, restart_on_stop_iteration=restart_on_stop_iteration)
+
+    def __iter__(self) -> Iterator[T]:
+        if self._it is None:
+            self._it: LoaderIterator[T] | None = _CheckedIterator(self)
+        steps: Iterator[T] = super().__iter__()
+        return steps
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Make the next ``iter`` go on from a saved state, also where ``state_dict`` has been asked for in between."""
@@ -59,6 +68,18 @@ class Loader(TorchdataLoader[T]):
             iter(self)
             self._iter_for_state_dict = True
         skip(step)
+
+
+class _CheckedIterator(LoaderIterator[T]):
+    """torchdata's, but that not everything that looks like the end is taken for it."""
+
+    def next(self) -> T:
+        try:
+            item: T = super().next()
+        except StopIteration as end:
+            refuse_early_end(end)
+            raise
+        return item
 
 
 def pipeline_stats(root: BaseNode[Any]) -> dict[str, Any]:

@@ -12,9 +12,10 @@ import torch
 from torchdata.nodes import BaseNode
 
 from tdp_megatron.distributed import Exchange, GlobalSamples
-from tdp_megatron.errors import ScheduleError
+from tdp_megatron.errors import ScheduleError, StateMismatchError
 from tdp_megatron.nodes.arguments import checked_int, checked_names
-from tdp_megatron.nodes.base import BeyondEndError, Node, draw_block, require_node, skip_samples
+from tdp_megatron.nodes.base import BeyondEndError, Node, SampleSource, draw_block, require_node, skip_samples
+from tdp_megatron.nodes.shard import Shard
 from tdp_megatron.ops import allocate_pack, build_pack_table, pack_raw_tokens, packed_batches
 from tdp_megatron.samples import FlatSamples, MappingReader, read_block, read_spans_by_reader, token_key_specs
 from tdp_megatron.schedule import CostModel, Plan, imbalance, schedule, validate
@@ -186,8 +187,31 @@ class Pack(Node[GlobalBatch]):
         return {"global_batch_size": self.global_batch_size}
 
     def _restart(self, position: int, state: Mapping[str, Any] | None) -> None:
-        self._ended = self._is_spent = False
+        self._ended = False
+        self._is_spent = state is not None and self._ends_in_stretch(position, state[self.SOURCE_KEY])
         self.source.reset(None if state is None else state[self.SOURCE_KEY])
+
+    def _ends_in_stretch(self, position: int, state: Any) -> bool:
+        """Whether the data ended in a stretch that is left out: then nothing of that has been passed over.
+
+        Raises:
+            StateMismatchError: the source is from another moment; only a last, smaller batch makes it differ.
+        """
+        # A shard counts the samples of all ranks; what other sources of an exchange count depends on the ranks.
+        counts_all = isinstance(self.source, Shard) or (self.exchange is None and isinstance(self.source, SampleSource))
+        drawn = state.get(self.POSITION_KEY) if counts_all and isinstance(state, Mapping) else None
+        expected = position * self.global_batch_size
+        if not isinstance(drawn, int):
+            return False
+        if drawn < expected and any(end == position for _, end in self.skip):
+            return True
+        if abs(drawn - expected) >= self.global_batch_size:
+            raise StateMismatchError(
+                f"Pack: the saved state says {position} global batches, that is {expected} samples, but its source "
+                f"({type(self.source).__name__}) has handed out {drawn}: they are from different moments. Load a state "
+                "as it was saved, and leave out samples with skip or skip_to of Pack, not of its source"
+            )
+        return False
 
     def reset(self, initial_state: dict[str, Any] | None = None) -> None:
         super().reset(initial_state)

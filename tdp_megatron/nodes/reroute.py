@@ -13,10 +13,10 @@ import torch
 from torchdata.nodes import BaseNode
 
 from tdp_megatron.distributed import DpCpGroups, HostGroup, require_equal, sum_int64
-from tdp_megatron.errors import TdpError
+from tdp_megatron.errors import StateMismatchError, TdpError
 from tdp_megatron.nodes.arguments import checked_int
 from tdp_megatron.nodes.base import Node, require_node
-from tdp_megatron.nodes.pack import GlobalBatch
+from tdp_megatron.nodes.pack import GlobalBatch, Pack
 from tdp_megatron.nodes.shard import Shard
 from tdp_megatron.types import PackedBatch, Step
 
@@ -77,6 +77,14 @@ class Reroute(Node[Step]):
         return {}
 
     def _restart(self, position: int, state: Mapping[str, Any] | None) -> None:
+        inner = None if state is None else state[self.SOURCE_KEY]
+        packed = inner.get(self.POSITION_KEY) if isinstance(inner, Mapping) and isinstance(self.source, Pack) else None
+        # It can be ahead: of global batches that are left out, this node knows only once the next step is made.
+        if isinstance(packed, int) and packed < position:
+            raise StateMismatchError(
+                f"Reroute: the saved state says {position} steps, but its Pack {packed} global batches: they are from "
+                "different moments. Load a state as it was saved"
+            )
         self.source.reset(None if state is None else state[self.SOURCE_KEY])
 
     _source_state_keys = ("source",)
