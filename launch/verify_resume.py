@@ -24,6 +24,7 @@ from data_graph import blended_documents
 from files import write_text
 from options import TrainOptions
 from tdp_megatron.nodes import Loader
+from tdp_megatron.types import Sample
 
 Refs = list[tuple[int, int]]
 """Samples as (dataset_id, sample_id)."""
@@ -85,8 +86,17 @@ def join_ranks(lines: Iterable[dict[str, Any]], options: TrainOptions) -> dict[i
     return joined
 
 
-def read_attempt(folder: Path) -> Attempt:
-    """The logs of one attempt."""
+def without_unfinished_step(lines: list[dict[str, Any]], num_ranks: int) -> list[dict[str, Any]]:
+    """The lines without those of a last step that only some ranks logged, because the others were killed in it."""
+    last = dict.fromkeys(range(num_ranks), -1)
+    for line in lines:
+        last[line["rank"]] = max(last[line["rank"]], line["step"])
+    first, end = min(last.values()), max(last.values())
+    return [line for line in lines if line["step"] <= first] if end == first + 1 else lines
+
+
+def read_attempt(folder: Path, *, is_last: bool) -> Attempt:
+    """The logs of one attempt; only one that another follows may have been killed in the middle of a step."""
     facts = json.loads((folder / "run.json").read_text(encoding="utf-8"))
     values = facts["options"]
     values.update(data=tuple(values["data"]), weights=tuple(values["weights"]), output=Path(values["output"]))
@@ -102,16 +112,17 @@ def read_attempt(folder: Path) -> Attempt:
         folder.name,
         options,
         facts["start_step"],
-        join_ranks(lines, options),
+        join_ranks(lines if is_last else without_unfinished_step(lines, num_ranks), options),
         read_lines(folder / "metrics.jsonl"),
     )
 
 
 def uninterrupted_walk(options: TrainOptions, num_batches: int) -> list[Refs]:
     """The first global batches, from one pass over the samples in their global order."""
-    samples = iter(Loader(blended_documents(options)))
+    loader: Loader[Sample] = Loader(blended_documents(options))
+    samples = iter(loader)
     size = options.global_batch_size
-    return [[tuple(sample.ref) for sample in islice(samples, size)] for _ in range(num_batches)]
+    return [[sample.ref for sample in islice(samples, size)] for _ in range(num_batches)]
 
 
 def data_settings(options: TrainOptions) -> tuple[Any, ...]:
@@ -246,7 +257,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     history: list[Refs] = []
     problem = ""
     try:
-        attempts = [read_attempt(folder) for folder in sorted(paths.run.glob("attempt-*"))]
+        folders = sorted(paths.run.glob("attempt-*"))
+        attempts = [read_attempt(folder, is_last=folder == folders[-1]) for folder in folders]
     except (OSError, ProofError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -179,6 +179,19 @@ def test_inconsistent_logs_are_refused(
     assert message in capsys.readouterr().err
 
 
+def lose_the_last_step_of_a_rank(lines: Lines) -> None:
+    lines[1].pop()
+
+
+def test_a_run_killed_in_a_step_is_proved_as_far_as_all_ranks_came(run: Path) -> None:
+    edit(run, 0, lose_the_last_step_of_a_rank)
+    code, summary = verify(run)
+    assert code == 0
+    assert summary["resumed_exactly"]
+    edit(run, 1, lose_the_last_step_of_a_rank)
+    assert verify_resume.main(["--run", str(run), "--summary", str(run / "summary.json")]) == 1
+
+
 def test_lost_rank_log_is_named(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run / "attempt-000" / "refs-rank00002.jsonl").unlink()
     assert verify_resume.main(["--run", str(run), "--summary", str(run / "s.json")]) == 1
