@@ -14,6 +14,7 @@ The lower bound is that of the real lengths, for every mode; in lockstep ``reach
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -103,13 +104,12 @@ def missed_targets(rows: list[dict[str, Any]]) -> list[str]:
 def planning_times() -> list[dict[str, Any]]:
     """How long ``schedule`` takes on one core, best of some runs, each with other lengths in the same numbers."""
     rows = []
-    cost = preset(PRESETS["8b"])
     for ranks, count, target_ms in PLANNING:
-        layout = layout_of("8b", ranks)
         for mode in TARGETS:
             for algorithm in ("auto", "buddy" if mode == "free" else "waves"):
                 best, worst = float("inf"), 0.0
-                for data in sorted(DISTRIBUTIONS):
+                for model, data in itertools.product(PRESETS, sorted(DISTRIBUTIONS)):
+                    cost, layout = preset(PRESETS[model]), layout_of(model, ranks)
                     seqlens = DISTRIBUTIONS[data].draw(np.random.default_rng(0), count, 131_072)
                     times = []
                     for _ in range(PLANNING_REPEATS):
@@ -131,7 +131,7 @@ def planning_times() -> list[dict[str, Any]]:
                 )
                 print(
                     f"{ranks} ranks, {count} sequences, {mode}, {algorithm}: {1e3 * best:.1f} to {1e3 * worst:.1f} ms "
-                    f"by distribution, target {target_ms:g}",
+                    f"by model and distribution, target {target_ms:g}",
                     flush=True,
                 )
     return rows

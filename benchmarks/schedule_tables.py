@@ -60,7 +60,7 @@ def planning_table(rows: Sequence[dict[str, Any]]) -> str:
         ]
         for row in rows
     ]
-    header = ["ranks x sequences", "mode", "algorithm", "ms, by distribution", "target, ms"]
+    header = ["ranks x sequences", "mode", "algorithm", "ms, by model and distribution", "target, ms"]
     return f"### Planning time\n\n{table(header, made)}"
 
 

@@ -5,6 +5,11 @@
 #include "schedule_waves.h"
 
 namespace tdp::schedule {
+namespace {
+
+constexpr int kHalvings = 32;
+
+}  // namespace
 
 void Alive::sum_up(const Scratch& scratch) {
     if (!work_from.empty()) return;
@@ -116,7 +121,7 @@ double EvenWaveBuilder::water_level(const GrowingOps& wide, double work) const {
     const auto used = time_.begin() + static_cast<std::ptrdiff_t>(used_);
     double low = 0.0;
     double high = (used_ == 0 ? 0.0 : *std::max_element(time_.begin(), used)) + work + c0 + 1.0;
-    for (int halving = 0; halving < 40; ++halving) {
+    for (int halving = 0; halving < kHalvings; ++halving) {
         const double middle = (low + high) / 2.0;
         double room = std::max(middle - c0, 0.0) * empty;
         for (std::size_t op = 0; op < wide.size(); ++op) {

@@ -21,7 +21,10 @@ _SAMPLE_KEYS = ("tokens", "labels", "loss_mask", "position_ids", "original_seq_l
 
 
 class BasePackingScheduler(ABC):
-    """Groups samples of one global batch into microbatches of every rank."""
+    """Groups samples of one global batch into microbatches of every rank.
+
+    Megatron's ``run`` also moves the samples; here ``tdp_megatron.distributed`` does, and no scheduler has collectives.
+    """
 
     def __init__(
         self,
@@ -29,6 +32,7 @@ class BasePackingScheduler(ABC):
         cp_size: int,
         dp_size: int,
         microbatch_group_size_per_vp_stage: int | None = None,
+        max_num_seqs: int | None = None,
     ) -> None:
         """Keep the layout.
 
@@ -37,11 +41,17 @@ class BasePackingScheduler(ABC):
             cp_size: context-parallel size.
             dp_size: data-parallel size.
             microbatch_group_size_per_vp_stage: the number of microbatches is a multiple of this.
+            max_num_seqs: most sequences of one microbatch; None means no limit.
         """
         self.max_seqlen_per_dp_cp_rank = max_seqlen_per_dp_cp_rank
         self.cp_size = cp_size
         self.dp_size = dp_size
         self.microbatch_group_size_per_vp_stage = microbatch_group_size_per_vp_stage
+        self.max_num_seqs = max_num_seqs
+        for name in ("microbatch_group_size_per_vp_stage", "max_num_seqs"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be None or at least 1, got {value}")
 
     def get_required_sample_keys(self) -> list[str]:
         """Keys that a sample must have."""
@@ -85,6 +95,13 @@ class BasePackingScheduler(ABC):
 class DpBalancedScheduler(BasePackingScheduler):
     """``dp_balanced``: next-fit in arrival order, the number of packs a multiple of DP."""
 
+    is_dynamic_cp = False
+
+    @property
+    def max_seq_len_all_ranks(self) -> int:
+        """Most tokens of one microbatch on all ranks of its CP group."""
+        return self.max_seqlen_per_dp_cp_rank * self.cp_size
+
     def plan(self, seqlens: Sequence[int]) -> Plan:
         """The plan for padded lengths ``seqlens``, tokens."""
         return schedule(
@@ -92,22 +109,59 @@ class DpBalancedScheduler(BasePackingScheduler):
             self._layout(),
             algorithm="dp_balanced",
             microbatches_multiple=self.microbatch_group_size_per_vp_stage or 1,
+            max_sequences_per_microbatch=self.max_num_seqs or 0,
         )
 
 
-class DefaultDynamicCPScheduler(BasePackingScheduler):
+class DefaultDynamicCPScheduler(DpBalancedScheduler):
     """``default_dynamic_cp``: tallest first, CP size by sequence."""
+
+    is_dynamic_cp = True
+
+    def __init__(
+        self,
+        max_seqlen_per_dp_cp_rank: int,
+        cp_size: int,
+        dp_size: int,
+        microbatch_group_size_per_vp_stage: int | None = None,
+        max_num_seqs: int | None = None,
+        *,
+        min_cp_size: int = 1,
+    ) -> None:
+        """Keep the layout.
+
+        Args:
+            max_seqlen_per_dp_cp_rank: most tokens of one rank and microbatch.
+            cp_size: context-parallel size, which with ``dp_size`` gives the number of ranks.
+            dp_size: data-parallel size.
+            microbatch_group_size_per_vp_stage: the number of microbatches is a multiple of this.
+            max_num_seqs: most sequences of one microbatch; None means no limit.
+            min_cp_size: no sequence runs on fewer ranks.
+        """
+        super().__init__(max_seqlen_per_dp_cp_rank, cp_size, dp_size, microbatch_group_size_per_vp_stage, max_num_seqs)
+        self.max_seq_len_per_rank = max_seqlen_per_dp_cp_rank
+        self.total_hdp_gpus = dp_size * cp_size
+        self.min_cp_size = min_cp_size
+        if not self._cp_sizes():
+            raise ValueError(
+                f"min_cp_size is {min_cp_size}, and no power of two of at least that divides the "
+                f"{self.total_hdp_gpus} ranks"
+            )
+
+    def _cp_sizes(self) -> tuple[int, ...]:
+        ranks = self.total_hdp_gpus
+        powers = (1 << shift for shift in range(ranks.bit_length()))
+        return tuple(size for size in powers if ranks % size == 0 and size >= self.min_cp_size)
 
     def plan(self, seqlens: Sequence[int]) -> Plan:
         """The plan for padded lengths ``seqlens``, tokens."""
-        num_ranks = self.dp_size * self.cp_size
-        sizes = tuple(1 << shift for shift in range(num_ranks.bit_length()) if num_ranks % (1 << shift) == 0)
         return schedule(
             seqlens,
-            self._layout(sizes),
+            self._layout(self._cp_sizes()),
             algorithm="default_dynamic_cp",
             equal_count=True,
             microbatches_multiple=self.microbatch_group_size_per_vp_stage or 1,
+            max_sequences_per_microbatch=self.max_num_seqs or 0,
         )
 
 

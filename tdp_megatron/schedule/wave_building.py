@@ -24,6 +24,10 @@ __all__ = [
 ]
 
 
+#: Halvings of the level up to which ops are filled.
+_HALVINGS = 32
+
+
 @dataclass(slots=True)
 class GrowingOp:
     """A microbatch that still grows."""
@@ -238,7 +242,7 @@ def wide_ops(
 def _water_level(
     scratch: Scratch, wide: list[GrowingOp], wave_of: list[int], time: list[float], free: list[int], work: float
 ) -> float:
-    """Seconds up to which all ops must be filled so that ``work`` rank-seconds fit, 40 halvings.
+    """Seconds up to which all ops must be filled so that ``work`` rank-seconds fit.
 
     Args:
         scratch: the sequences.
@@ -251,7 +255,7 @@ def _water_level(
     c0 = scratch.cost.c0
     empty = float((len(free) - len(time)) * scratch.num_ranks)
     low, high = 0.0, max(time, default=0.0) + work + c0 + 1.0
-    for _ in range(40):
+    for _ in range(_HALVINGS):
         middle = (low + high) / 2.0
         room = max(middle - c0, 0.0) * empty
         for op, wave in zip(wide, wave_of, strict=False):

@@ -42,6 +42,42 @@ def test_required_keys():
     assert not scheduler.check_require_sample_keys([sample, {"tokens": None}])
 
 
+def test_arguments_are_those_of_megatron():
+    # Names and order as in megatron/core/datasets/data_schedule.py, which calls them by position and by name.
+    scheduler = DpBalancedScheduler(16, 2, 2, None, max_num_seqs=2)
+    assert scheduler.max_seq_len_all_ranks == 32
+    assert not scheduler.is_dynamic_cp
+    groups = scheduler.get_groups_and_subsamples([(i, 4) for i in range(8)])
+    assert max(len(ids) for microbatch in groups for ids in microbatch) == 2
+    dynamic = DefaultDynamicCPScheduler(16, 1, 4, None, max_num_seqs=None, min_cp_size=2)
+    assert dynamic.is_dynamic_cp
+    assert (dynamic.max_seq_len_per_rank, dynamic.total_hdp_gpus) == (16, 4)
+    assert isinstance(dynamic, DpBalancedScheduler)
+    groups = dynamic.get_groups_and_subsamples([(5, 4), (6, 4)])
+    assert all(microbatch[0] == microbatch[1] and microbatch[2] == microbatch[3] for microbatch in groups)
+    assert list(scheduler.get_required_sample_keys()) == [
+        "tokens",
+        "labels",
+        "loss_mask",
+        "position_ids",
+        "original_seq_len",
+        "padded_seq_len",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"min_cp_size": 8}, "min_cp_size is 8, and no power of two of at least that divides the 4 ranks"),
+        ({"max_num_seqs": 0}, "max_num_seqs must be None or at least 1, got 0"),
+        ({"microbatch_group_size_per_vp_stage": -1}, "microbatch_group_size_per_vp_stage must be None or at least 1"),
+    ],
+)
+def test_arguments_that_cannot_be(options, message):
+    with pytest.raises(ValueError, match=message):
+        DefaultDynamicCPScheduler(16, 1, 4, **options)
+
+
 class FourRanks:
     def size(self):
         return 4
