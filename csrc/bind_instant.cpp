@@ -30,13 +30,9 @@ py::tuple py_instant_pieces(const Array<int32_t>& lengths, const Array<int64_t>&
     require_size(pointers, "pointers", num_lengths);
     const int64_t n = size_1d(start, "start");
     require_size(length, "length", n);
-    if (begin < 0 || end <= begin || end > num_lengths)
-        throw std::invalid_argument("sequences [" + std::to_string(begin) + ", " + std::to_string(end) + ") of " +
-                                    std::to_string(num_lengths));
-    if (window < 1 || itemsize < 1 || end_byte < begin_byte)
-        throw std::invalid_argument("window and itemsize must be at least 1, and the bytes a range");
     const InstantStream stream{Unaligned<int32_t>(lengths.data()), Unaligned<int64_t>(pointers.data()), begin, end,
                                begin_byte, end_byte, itemsize, window, key};
+    check_stream(stream, num_lengths);
     const int64_t *starts = start.data(), *counts = length.data();
     Pieces pieces;
     {

@@ -1,84 +1,26 @@
 #include "gather.h"
 
 #include <algorithm>
+#include <cstring>
 #include <stdexcept>
 #include <string>
 
-#include "convert.h"
 #include "thread_pool.h"
 
 namespace tdp {
 
 namespace {
 
-// A helper thread costs some microseconds to wake; this many tokens take about as long to convert from memory.
-constexpr int64_t kTokensPerThread = 1 << 15;
+// A helper thread costs more processor time to wake than it takes to convert this many tokens.
+constexpr int64_t kTokensPerThread = 1 << 17;
 
-// Spans whose index entries are asked for ahead of their use.
-constexpr int64_t kWindow = 16;
-// Documents per span for which that is done.
-constexpr int64_t kWindowDocuments = 32;
+// What is written for this many tokens stays in the first level of the cache while a second pass looks at it.
+constexpr int64_t kChunk = 512;
+
+// How far ahead of its use memory is asked for: documents lie anywhere, and processors guess only within a page.
+constexpr int64_t kBytesAhead = 16 << 10;
 
 [[noreturn]] void out_of_range(const std::string& what) { throw std::out_of_range(what); }
-
-// Three dependent cache misses lead to a document; taking them for a window of spans together hides most of them.
-template <typename Row>
-void prefetch_window(const GptIndex<Row>& index, const int64_t* sample, int64_t begin, int64_t end) {
-    const auto valid = [&](int64_t s) { return sample[s] >= 0 && sample[s] < index.num_rows - 1; };
-    for (int64_t s = begin; s < end; ++s)
-        if (valid(s)) __builtin_prefetch(index.rows + 2 * sample[s]);
-    for (int64_t s = begin; s < end; ++s) {
-        if (!valid(s)) continue;
-        const int64_t first = index.rows[2 * sample[s]];
-        if (first >= 0 && first < index.num_documents) __builtin_prefetch(index.document_index + first);
-    }
-    for (int64_t s = begin; s < end; ++s) {
-        if (!valid(s)) continue;
-        const int64_t first = std::max<int64_t>(index.rows[2 * sample[s]], 0);
-        const int64_t last = std::min<int64_t>({index.rows[2 * sample[s] + 2], first + kWindowDocuments,
-                                                index.num_documents - 1});
-        for (int64_t place = first; place <= last; ++place) {
-            index.lengths.prefetch(index.document_index[place]);
-            index.pointers.prefetch(index.document_index[place]);
-        }
-    }
-}
-
-template <typename Row>
-void add_pieces(const GptIndex<Row>& index, int64_t itemsize, int64_t row, int64_t skip, int64_t want,
-                Pieces* pieces) {
-    if (row < 0 || row >= index.num_rows - 1)
-        out_of_range("sample " + std::to_string(row) + " outside [0, " + std::to_string(index.num_rows - 1) + ")");
-    const Row* rows = index.rows + 2 * row;
-    const int64_t first = rows[0], last = rows[2];
-    if (first < 0 || last < first || last >= index.num_documents)
-        out_of_range("sample index row " + std::to_string(row) + " points to documents " + std::to_string(first) +
-                     ".." + std::to_string(last) + " of " + std::to_string(index.num_documents));
-    if (skip < 0 || want < 0)
-        out_of_range("span from token " + std::to_string(skip) + " of " + std::to_string(want) +
-                     " tokens: neither may be negative");
-    for (int64_t place = first; place <= last && want > 0; ++place) {
-        const int64_t document = index.document_index[place];
-        if (document < 0 || document >= index.num_lengths)
-            out_of_range("document_index[" + std::to_string(place) + "] is " + std::to_string(document));
-        const int64_t length = index.lengths[document];
-        const int64_t begin = place == first ? static_cast<int64_t>(rows[1]) : 0;
-        const int64_t end = place == last ? static_cast<int64_t>(rows[3]) + index.extra_tokens : length;
-        if (begin < 0 || end > length)
-            out_of_range("sample index row " + std::to_string(row) + " leaves sequence " + std::to_string(document) +
-                         " of length " + std::to_string(length));
-        const int64_t available = end - begin;
-        if (available <= skip) {
-            skip -= std::max<int64_t>(available, 0);
-            continue;
-        }
-        const int64_t count = std::min(available - skip, want);
-        pieces->byte_offset.push_back(index.pointers[document] + (begin + skip) * itemsize);
-        pieces->count.push_back(count);
-        want -= count;
-        skip = 0;
-    }
-}
 
 // The last place of `value` in n tokens, -1 if there is none.
 int64_t last_place(const Converter& type, const unsigned char* bytes, int64_t n, int64_t value) {
@@ -93,110 +35,206 @@ int64_t last_place(const Converter& type, const unsigned char* bytes, int64_t n,
     return -1;
 }
 
-// The next piece lies anywhere in the file; the processor's own prefetching needs a few misses to get going.
-void prefetch_bytes(const unsigned char* begin, int64_t size) {
-    constexpr int64_t kLine = 64, kMost = 64 * kLine;
-    for (int64_t at = 0; at < std::min(size, kMost); at += kLine) __builtin_prefetch(begin + at, 0, 2);
-}
-
-void gather_span(const unsigned char* source, const Converter& type, const int64_t* piece_offset,
-                 const int64_t* piece_count, int64_t num_pieces, int64_t first_piece, int64_t last_piece,
-                 int64_t start, int64_t lead, int64_t length, const GatherRules& rules, int64_t destination, const TokenOutputs& out) {
-    int64_t* tokens = out.tokens + destination;
-    int64_t* labels = out.labels + destination;
-    float* loss_mask = out.loss_mask + destination;
-    int64_t at = -lead;          // position in the span of the next source token
-    int64_t next_position = start;  // position id of the span's first token
-    for (int64_t p = first_piece; p < last_piece; ++p) {
-        const unsigned char* bytes = source + piece_offset[p];
-        int64_t count = piece_count[p];
-        if (p + 1 < num_pieces) prefetch_bytes(source + piece_offset[p + 1], piece_count[p + 1] * type.itemsize);
-        if (at < 0) {
-            const int64_t before = std::min(count, -at);
-            const int64_t eod = last_place(type, bytes, before, rules.eod_reset);
-            if (eod >= 0) next_position = -at - eod - 1;
-            at += before;
-            bytes += before * type.itemsize;
-            count -= before;
-            if (count == 0) continue;
-        }
-        type.convert(bytes, std::min(count, length - at), tokens + at);
-        // The label of position i is the source token i + 1.
-        const int64_t skip = at == 0 ? 1 : 0;
-        if (count > skip) type.convert(bytes + skip * type.itemsize, count - skip, labels + at + skip - 1);
-        at += count;
-    }
-    fill_loss_mask(tokens, length, rules.eod_no_loss, loss_mask);
-    if (at == length && length > 0) {
-        labels[length - 1] = rules.ignore_label;
-        loss_mask[length - 1] = 0.0f;
-    }
-    if (!out.position_ids) return;
-    int64_t* positions = out.position_ids + destination;
-    if (rules.eod_reset < 0) {
-        fill_positions(start, length, positions);
-        return;
-    }
-    for (int64_t i = 0; i < length; ++i) {
-        positions[i] = next_position;
-        next_position = tokens[i] == rules.eod_reset ? 0 : next_position + 1;
+// Positions that count from *next and start again from 0 after every eod.
+void restart_positions(const int64_t* tokens, int64_t n, int64_t eod, int64_t* next, int64_t* positions) {
+    for (int64_t i = 0; i < n;) {
+        const int64_t found = i + first_place(tokens + i, n - i, eod);
+        const int64_t end = std::min(found + 1, n);
+        fill_positions(*next, end - i, positions + i);
+        *next = found < n ? 0 : *next + end - i;
+        i = end;
     }
 }
 
 }  // namespace
 
-template <typename Row>
-Pieces sample_pieces(const GptIndex<Row>& index, int64_t itemsize, const int64_t* sample, const int64_t* start,
-                     const int64_t* length, int64_t num_spans) {
-    Pieces pieces;
-    pieces.span_begin.reserve(num_spans + 1);
-    pieces.span_begin.push_back(0);
-    for (int64_t s = 0; s < num_spans; ++s) {
-        if (s % kWindow == 0) prefetch_window(index, sample, s, std::min(s + kWindow, num_spans));
-        add_pieces(index, itemsize, sample[s], start[s], length[s], &pieces);
-        pieces.span_begin.push_back(static_cast<int64_t>(pieces.count.size()));
+// Asks for the memory of the pieces, in order, some way ahead of who reads them.
+class Gather::Ahead {
+public:
+    Ahead(const Piece* piece, const Piece* end) : piece_(piece), end_(end) { advance(kBytesAhead); }
+
+    void advance(int64_t bytes) {
+        constexpr int64_t kLine = 64;
+        for (; bytes > 0 && piece_ != end_; ++piece_, at_ = 0) {
+            const int64_t count = std::min(bytes, piece_->size - at_);
+            for (int64_t i = 0; i < count; i += kLine) __builtin_prefetch(piece_->bytes + at_ + i, 0, 2);
+            bytes -= count;
+            at_ += count;
+            if (at_ < piece_->size) return;
+        }
     }
-    return pieces;
+
+private:
+    const Piece* piece_;
+    const Piece* end_;
+    int64_t at_ = 0;
+};
+
+// The tokens of a span one after the other, whatever pieces they lie in.
+class Gather::Source {
+public:
+    Source(const Piece* piece, int64_t itemsize) : piece_(piece), itemsize_(itemsize) {}
+
+    // The next n tokens, of which all (used = n) or all but the last (used = n - 1) are passed over for the next call.
+    // They stay where they are when one piece holds them all, and are copied otherwise. n is at most kChunk + 1.
+    const unsigned char* next(int64_t n, int64_t used) {
+        settle();
+        if (piece_->count - at_ >= n) {
+            const unsigned char* found = piece_->bytes + at_ * itemsize_;
+            at_ += used;
+            return found;
+        }
+        unsigned char* to = copied_;
+        for (int64_t left = n; left > 0;) {
+            settle();
+            const int64_t count = std::min(left, piece_->count - at_);
+            std::memcpy(to, piece_->bytes + at_ * itemsize_, static_cast<size_t>(count * itemsize_));
+            to += count * itemsize_;
+            left -= count;
+            at_ += std::min(count, used);
+            used -= std::min(count, used);
+        }
+        return copied_;
+    }
+
+    // Passes over n tokens. Returns how many of them come after the last `eod`, n if there is none.
+    int64_t skip(int64_t n, const Converter& type, int64_t eod) {
+        int64_t since = n;
+        while (n > 0) {
+            settle();
+            const int64_t count = std::min(n, piece_->count - at_);
+            const int64_t place = last_place(type, piece_->bytes + at_ * itemsize_, count, eod);
+            n -= count;
+            if (place >= 0) since = count - place - 1 + n;
+            at_ += count;
+        }
+        return since;
+    }
+
+private:
+    void settle() {
+        while (at_ == piece_->count) {
+            ++piece_;
+            at_ = 0;
+        }
+    }
+
+    const Piece* piece_;
+    int64_t at_ = 0;
+    int64_t itemsize_;
+    alignas(64) unsigned char copied_[(kChunk + 1) * sizeof(int64_t)];
+};
+
+void Gather::write(const Span& span, const TokenOutputs& out, Ahead* ahead) const {
+    const auto& [type, rules] = kinds_[span.kind];
+    int64_t* tokens = out.tokens + span.destination;
+    int64_t* labels = out.labels + span.destination;
+    float* loss_mask = out.loss_mask + span.destination;
+    int64_t* positions = out.position_ids ? out.position_ids + span.destination : nullptr;
+    int64_t held = 0;
+    for (size_t p = span.first_piece; p < span.last_piece; ++p) held += pieces_[p].count;
+    const bool successor_known = held > span.lead + span.length;
+
+    Source source(pieces_.data() + span.first_piece, type.itemsize);
+    int64_t next_position = span.start;  // of the next token, where positions restart
+    if (span.lead > 0) next_position = source.skip(span.lead, type, rules.eod_reset);
+    for (int64_t at = 0, n; at < span.length; at += n) {
+        n = std::min(kChunk, span.length - at);
+        ahead->advance(n * type.itemsize);
+        // The last token without a successor is left over; it has no label.
+        const bool is_end = at + n == span.length && !successor_known;
+        const unsigned char* bytes = source.next(n + !is_end, n);
+        const int64_t whole = n - is_end;
+        if (positions && rules.eod_reset < 0) {
+            type.emit(bytes, whole, span.start + at, tokens + at, labels + at, loss_mask + at, positions + at);
+        } else {
+            type.convert(bytes, whole, tokens + at);
+            type.convert(bytes + type.itemsize, whole, labels + at);
+            fill_ones(whole, loss_mask + at);
+        }
+        if (is_end) {
+            type.convert(bytes + whole * type.itemsize, 1, tokens + at + whole);
+            labels[at + whole] = rules.ignore_label;
+            if (positions) positions[at + whole] = span.start + at + whole;
+        }
+        if (rules.eod_no_loss >= 0) fill_mask_without(tokens + at, n, rules.eod_no_loss, loss_mask + at);
+        if (is_end) loss_mask[at + whole] = 0.0f;
+        if (positions && rules.eod_reset >= 0)
+            restart_positions(tokens + at, n, rules.eod_reset, &next_position, positions + at);
+    }
 }
 
-template Pieces sample_pieces<int32_t>(const GptIndex<int32_t>&, int64_t, const int64_t*, const int64_t*,
-                                       const int64_t*, int64_t);
-template Pieces sample_pieces<int64_t>(const GptIndex<int64_t>&, int64_t, const int64_t*, const int64_t*,
-                                       const int64_t*, int64_t);
-
-void gather_tokens(const unsigned char* source, int64_t source_bytes, int dtype_code, const int64_t* piece_offset,
-                   const int64_t* piece_count, int64_t num_pieces, const int64_t* span_begin, const Spans& spans,
-                   const GatherRules& rules, const TokenOutputs& out) {
-    const Converter type = converter_for(dtype_code);
-    int64_t num_tokens = 0;
+void Gather::add(const TokenBytes& source, const PieceTable& pieces, const Spans& spans, const GatherRules& rules,
+                 const TokenOutputs& out) {
+    const int64_t itemsize = source.type.itemsize;
+    pieces_.reserve(pieces_.size() + pieces.num_pieces);
+    spans_.reserve(spans_.size() + spans.num_spans);
     for (int64_t s = 0; s < spans.num_spans; ++s) {
         const int64_t length = spans.length[s], at = spans.destination[s];
-        if (span_begin[s] < 0 || span_begin[s + 1] < span_begin[s] || span_begin[s + 1] > num_pieces)
+        const int64_t first = pieces.span_begin[s], last = pieces.span_begin[s + 1];
+        if (first < 0 || last < first || last > pieces.num_pieces)
             out_of_range("span " + std::to_string(s) + " has an impossible range of pieces");
         if (length < 0 || at < 0 || at > out.size - length)
             out_of_range("span " + std::to_string(s) + " leaves the output of " + std::to_string(out.size) +
                          " tokens");
         if (spans.start[s] < 0) out_of_range("span " + std::to_string(s) + " starts before its sample");
         int64_t total = 0;
-        for (int64_t p = span_begin[s]; p < span_begin[s + 1]; ++p) {
-            if (piece_count[p] < 0 || piece_offset[p] < 0 ||
-                piece_count[p] > (source_bytes - piece_offset[p]) / type.itemsize)
-                out_of_range("piece of " + std::to_string(piece_count[p]) + " tokens at byte " +
-                             std::to_string(piece_offset[p]) + " leaves the file of " +
-                             std::to_string(source_bytes) + " bytes");
-            total += piece_count[p];
+        const size_t first_piece = pieces_.size();
+        for (int64_t p = first; p < last; ++p) {
+            const int64_t offset = pieces.byte_offset[p], count = pieces.count[p];
+            if (count < 0 || offset < 0 || count > (source.size - offset) / itemsize)
+                out_of_range("piece of " + std::to_string(count) + " tokens at byte " + std::to_string(offset) +
+                             " leaves the file of " + std::to_string(source.size) + " bytes");
+            total += count;
+            pieces_.push_back({source.data + offset, count, count * itemsize});
         }
-        const int64_t wanted = lead(spans, rules, s) + length;
+        const int64_t before = lead(spans, rules, s), wanted = before + length;
         if (total != wanted && total != wanted + 1)
             out_of_range("span " + std::to_string(s) + " wants " + std::to_string(wanted) +
                          " tokens, its pieces hold " + std::to_string(total));
-        num_tokens += length;
+        spans_.push_back({first_piece, pieces_.size(), spans.start[s], before, length, at, kinds_.size()});
+        num_tokens_ += length;
     }
-    const int threads = static_cast<int>(std::min<int64_t>(num_threads(), 1 + num_tokens / kTokensPerThread));
-    parallel_for(spans.num_spans, threads, [&](int64_t s) {
-        gather_span(source, type, piece_offset, piece_count, num_pieces, span_begin[s], span_begin[s + 1],
-                    spans.start[s], lead(spans, rules, s), spans.length[s], rules, spans.destination[s], out);
+    kinds_.push_back({source.type, rules});
+}
+
+std::vector<ByteRange> Gather::ranges() const {
+    std::vector<ByteRange> found;
+    found.reserve(pieces_.size());
+    for (const Piece& piece : pieces_) found.push_back({piece.bytes, piece.size});
+    return found;
+}
+
+void Gather::run(const TokenOutputs& out) const {
+    const int64_t n = static_cast<int64_t>(spans_.size());
+    const int threads = static_cast<int>(std::min<int64_t>(num_threads(), 1 + num_tokens_ / kTokensPerThread));
+    // Neighbouring spans go to one thread, which then knows what comes next; a few parts each even out their lengths.
+    const int64_t parts = threads > 1 ? std::min<int64_t>(n, 4 * threads) : 1;
+    const Piece* end = pieces_.data() + pieces_.size();
+    parallel_for(parts, threads, [&](int64_t part) {
+        const int64_t first = n * part / parts, last = n * (part + 1) / parts;
+        if (first == last) return;
+        Ahead ahead(pieces_.data() + spans_[first].first_piece, end);
+        for (int64_t s = first; s < last; ++s) write(spans_[s], out, &ahead);
     });
+}
+
+int32_t fill_documents(const std::vector<int64_t>& lengths, int64_t width, int64_t* position_ids,
+                       int32_t* cu_seqlens) {
+    // Only empty documents can be more than there are entries; they are then left out.
+    const bool with_empty = static_cast<int64_t>(lengths.size()) <= width;
+    int64_t num = 0, at = 0, longest = 0;
+    cu_seqlens[0] = 0;
+    for (std::size_t i = 0; i < lengths.size() && num < width; ++i) {
+        const int64_t end = i + 1 == lengths.size() ? width : std::min(at + lengths[i], width);
+        if (end == at && !with_empty) continue;
+        fill_positions(0, end - at, position_ids + at);
+        longest = std::max(longest, end - at);
+        cu_seqlens[++num] = static_cast<int32_t>(end);
+        at = end;
+    }
+    std::fill(cu_seqlens + num + 1, cu_seqlens + width + 1, static_cast<int32_t>(width));
+    return static_cast<int32_t>(longest);
 }
 
 void copy_spans(const unsigned char* source, int64_t source_bytes, const int64_t* source_offset,

@@ -1,10 +1,12 @@
-// From positions in samples to bytes in the .bin, and from those bytes to training tensors.
+// From runs of tokens in memory to training tensors.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <vector>
 
-#include "unaligned.h"
+#include "convert.h"
+#include "readahead.h"
 
 namespace tdp {
 
@@ -15,26 +17,19 @@ struct Pieces {
     std::vector<int64_t> span_begin;  // [spans + 1]
 };
 
-// The arrays of fixed-length samples. rows is the sample index, [num_rows, 2].
-template <typename Row>
-struct GptIndex {
-    Unaligned<int32_t> lengths;
-    Unaligned<int64_t> pointers;
-    int64_t num_lengths;
-    const int32_t* document_index;
-    int64_t num_documents;
-    const Row* rows;
-    int64_t num_rows;
-    int64_t extra_tokens;
-};
+// The same in somebody else's memory.
+struct PieceTable {
+    const int64_t* byte_offset;
+    const int64_t* count;
+    int64_t num_pieces;
+    const int64_t* span_begin;
 
-// The documents that tokens [start, start + length) of samples touch, sample[] being row numbers of the sample index.
-//
-// Tokens past the sample's end (the extra token included) do not exist: the pieces of such a span hold fewer tokens
-// than asked. Throws std::out_of_range for rows, documents or offsets that are not there.
-template <typename Row>
-Pieces sample_pieces(const GptIndex<Row>& index, int64_t itemsize, const int64_t* sample, const int64_t* start,
-                     const int64_t* length, int64_t num_spans);
+    PieceTable(const int64_t* offsets, const int64_t* counts, int64_t n, const int64_t* begins)
+        : byte_offset(offsets), count(counts), num_pieces(n), span_begin(begins) {}
+    explicit PieceTable(const Pieces& pieces)
+        : PieceTable(pieces.byte_offset.data(), pieces.count.data(), static_cast<int64_t>(pieces.count.size()),
+                     pieces.span_begin.data()) {}
+};
 
 // What to make of num_spans spans: length[s] tokens each, written at destination[s] of every output.
 struct Spans {
@@ -64,14 +59,60 @@ inline int64_t lead(const Spans& spans, const GatherRules& rules, int64_t s) {
     return rules.eod_reset >= 0 ? spans.start[s] : 0;
 }
 
-// Converts spans to tokens, labels, loss mask and position ids, on several threads when they are large.
+// Tokens in memory, of any integer type.
+struct TokenBytes {
+    const unsigned char* data;
+    int64_t size;  // bytes
+    Converter type;
+};
+
+// Spans of any number of files, to be written into the same outputs in one go.
+class Gather {
+public:
+    // The pieces of a span hold lead + length + 1 tokens when the next token is known, lead + length when it is not.
+    // Throws std::out_of_range for anything outside the source or the outputs.
+    void add(const TokenBytes& source, const PieceTable& pieces, const Spans& spans, const GatherRules& rules,
+             const TokenOutputs& out);
+
+    // Where the spans' tokens lie.
+    std::vector<ByteRange> ranges() const;
+
+    // Converts all spans to tokens, labels, loss mask and position ids, on several threads when they are large.
+    void run(const TokenOutputs& out) const;
+
+private:
+    struct Piece {
+        const unsigned char* bytes;
+        int64_t count;
+        int64_t size;  // bytes
+    };
+    struct Span {
+        std::size_t first_piece, last_piece;
+        int64_t start, lead, length, destination;
+        std::size_t kind;
+    };
+    struct Kind {
+        Converter type;
+        GatherRules rules;
+    };
+    class Source;
+    class Ahead;
+
+    void write(const Span& span, const TokenOutputs& out, Ahead* ahead) const;
+
+    std::vector<Piece> pieces_;
+    std::vector<Span> spans_;
+    std::vector<Kind> kinds_;
+    int64_t num_tokens_ = 0;
+};
+
+// The documents of one row of `width` tokens, from the lengths of its sample's documents.
 //
-// The pieces of a span hold lead + length + 1 tokens when the next token is known, lead + length when it is not.
-// dtype_code is the .idx code of an integer type; throws std::invalid_argument for others and std::out_of_range for
-// anything outside the source or the outputs, before anything is written.
-void gather_tokens(const unsigned char* source, int64_t source_bytes, int dtype_code, const int64_t* piece_offset,
-                   const int64_t* piece_count, int64_t num_pieces, const int64_t* span_begin, const Spans& spans,
-                   const GatherRules& rules, const TokenOutputs& out);
+// cu_seqlens[width + 1] holds their ends, closed by `width` and filled up with it; a document without a token repeats
+// an end. What is missing in the row or too much is the last document's. position_ids[width] restart at each document.
+// Returns the longest document's tokens.
+int32_t fill_documents(const std::vector<int64_t>& lengths, int64_t width, int64_t* position_ids,
+                       int32_t* cu_seqlens);
 
 // Copies n byte ranges; throws std::out_of_range when one leaves its buffer.
 void copy_spans(const unsigned char* source, int64_t source_bytes, const int64_t* source_offset,

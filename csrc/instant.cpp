@@ -7,6 +7,8 @@
 #include <string>
 #include <tuple>
 
+#include "multiversion.h"
+
 namespace tdp {
 
 namespace {
@@ -48,18 +50,59 @@ int64_t KeyedPermutation::operator()(int64_t i) const {
 
 namespace {
 
+// One round for n numbers at once, whose halves are left[n] and right[n].
+TDP_MULTIVERSION void round_of_all(uint64_t* __restrict left, uint64_t* __restrict right, int64_t n, uint64_t key,
+                                   uint64_t mask) {
+    for (int64_t i = 0; i < n; ++i) {
+        uint64_t x = right[i] + key;
+        x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ull;
+        x = (x ^ (x >> 27)) * 0x94d049bb133111ebull;
+        x ^= x >> 31;
+        const uint64_t next = left[i] ^ (x & mask);
+        left[i] = right[i];
+        right[i] = next;
+    }
+}
+
+}  // namespace
+
+std::vector<int64_t> KeyedPermutation::all() const {
+    const int64_t size = static_cast<int64_t>(size_), domain = int64_t{1} << (2 * half_bits_);
+    std::vector<int64_t> result(size);
+    if (domain > 8 * size + 256) {
+        for (int64_t i = 0; i < size; ++i) result[i] = (*this)(i);
+        return result;
+    }
+    // The network on its whole domain, vector by vector; the cycles are then walked by look-up.
+    std::vector<uint64_t> left(domain), right(domain);
+    for (int64_t x = 0; x < domain; ++x) {
+        left[x] = static_cast<uint64_t>(x) >> half_bits_;
+        right[x] = static_cast<uint64_t>(x) & mask_;
+    }
+    for (const uint64_t key : round_keys_) round_of_all(left.data(), right.data(), domain, key, mask_);
+    for (int64_t i = 0; i < size; ++i) {
+        uint64_t x = static_cast<uint64_t>(i);
+        do x = left[x] << half_bits_ | right[x];
+        while (x >= size_);
+        result[i] = static_cast<int64_t>(x);
+    }
+    return result;
+}
+
+namespace {
+
 // The sequences of one window in their order, and where each begins in the window.
 class Window {
 public:
     Window(const InstantStream& stream, int64_t number)
         : first_(stream.begin + number * stream.window), last_(std::min(first_ + stream.window, stream.end)) {
         const int64_t count = last_ - first_;
-        const KeyedPermutation order(count, mix(stream.key, static_cast<uint64_t>(number)));
+        const std::vector<int64_t> order = KeyedPermutation(count, mix(stream.key, static_cast<uint64_t>(number))).all();
         sequence.resize(count);
         begin.resize(count + 1);
         begin[0] = 0;
         for (int64_t i = 0; i < count; ++i) {
-            sequence[i] = first_ + order(i);
+            sequence[i] = first_ + order[i];
             const int64_t length = stream.lengths[sequence[i]];
             if (length < 0) throw std::out_of_range("sequence " + std::to_string(sequence[i]) + " has a negative length");
             begin[i + 1] = begin[i] + length;
@@ -73,6 +116,14 @@ private:
 };
 
 }  // namespace
+
+void check_stream(const InstantStream& stream, int64_t num_lengths) {
+    if (stream.begin < 0 || stream.end <= stream.begin || stream.end > num_lengths)
+        throw std::invalid_argument("sequences [" + std::to_string(stream.begin) + ", " + std::to_string(stream.end) +
+                                    ") of " + std::to_string(num_lengths));
+    if (stream.window < 1 || stream.itemsize < 1 || stream.end_byte < stream.begin_byte)
+        throw std::invalid_argument("window and itemsize must be at least 1, and the bytes a range");
+}
 
 Pieces instant_pieces(const InstantStream& stream, const int64_t* start, const int64_t* length, int64_t num_spans) {
     const int64_t num_windows = (stream.end - stream.begin + stream.window - 1) / stream.window;

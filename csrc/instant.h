@@ -17,6 +17,8 @@ public:
     KeyedPermutation(int64_t size, uint64_t key);
     // Where place i of the permuted order comes from; i in [0, size).
     int64_t operator()(int64_t i) const;
+    // Where all places come from, in order; for small ranges far cheaper than one by one.
+    std::vector<int64_t> all() const;
 
 private:
     static constexpr int kRounds = 6;
@@ -43,6 +45,9 @@ struct InstantStream {
     int64_t window;
     uint64_t key;
 };
+
+// Throws std::invalid_argument for a stream that no index of num_lengths sequences has.
+void check_stream(const InstantStream& stream, int64_t num_lengths);
 
 // Pieces of tokens [start[s], start[s] + length[s]) of the stream; fewer where the stream ends.
 // Throws std::out_of_range where pointers and lengths contradict each other.

@@ -9,6 +9,8 @@ void register_pack(pybind11::module_& m);
 void register_instant(pybind11::module_& m);
 void register_map(pybind11::module_& m);
 void register_random(pybind11::module_& m);
+void register_reader(pybind11::module_& m);
+void register_rows(pybind11::module_& m);
 void register_sync(pybind11::module_& m);
 void register_wire(pybind11::module_& m);
 void register_schedule(pybind11::module_& m);
@@ -20,6 +22,8 @@ PYBIND11_MODULE(_C, m, pybind11::mod_gil_not_used()) {
     tdp::register_instant(m);
     tdp::register_map(m);
     tdp::register_random(m);
+    tdp::register_reader(m);
+    tdp::register_rows(m);
     tdp::register_sync(m);
     tdp::register_gather(m);
     tdp::register_pack(m);

@@ -49,8 +49,17 @@ def blend_continue(
 def blend_exhaustive(
     sizes: npt.NDArray[np.int64], stop: Callable[[], None] | None = None
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]: ...
-def read_gpt_spans(
-    source: npt.NDArray[np.uint8],
+
+class SpanReader:
+    @property
+    def is_mapped(self) -> bool: ...
+    def pieces(
+        self, sample: npt.NDArray[np.int64], start: npt.NDArray[np.int64], length: npt.NDArray[np.int64]
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]: ...
+    def document_lengths(self, sample: int) -> npt.NDArray[np.int64]: ...
+
+def gpt_reader(
+    source: npt.NDArray[np.uint8] | None,
     dtype_code: int,
     lengths: npt.NDArray[np.int32],
     pointers: npt.NDArray[np.int64],
@@ -58,23 +67,39 @@ def read_gpt_spans(
     sample_index: npt.NDArray[Any],
     shuffle_index: npt.NDArray[Any],
     extra_tokens: int,
-    sample: npt.NDArray[np.int64],
-    start: npt.NDArray[np.int64],
-    length: npt.NDArray[np.int64],
-    destination: npt.NDArray[np.int64],
-    tokens: npt.NDArray[np.int64],
-    labels: npt.NDArray[np.int64],
-    loss_mask: npt.NDArray[np.float32],
-    position_ids: npt.NDArray[np.int64] | None,
     ignore_label: int,
     eod_no_loss: int,
     eod_reset: int,
-) -> None: ...
-def read_run_spans(
-    source: npt.NDArray[np.uint8],
+) -> SpanReader: ...
+def run_reader(
+    source: npt.NDArray[np.uint8] | None,
     dtype_code: int,
     byte_offsets: npt.NDArray[np.int64],
     available: npt.NDArray[np.int64],
+    ignore_label: int,
+    eod_no_loss: int,
+    eod_reset: int,
+) -> SpanReader: ...
+def instant_reader(
+    source: npt.NDArray[np.uint8] | None,
+    dtype_code: int,
+    lengths: npt.NDArray[np.int32],
+    pointers: npt.NDArray[np.int64],
+    begin: int,
+    end: int,
+    begin_byte: int,
+    end_byte: int,
+    window: int,
+    sequence_length: int,
+    extra_tokens: int,
+    keys: Callable[[int], tuple[int, int]],
+    ignore_label: int,
+    eod_no_loss: int,
+    eod_reset: int,
+) -> SpanReader: ...
+def read_spans(
+    readers: list[SpanReader],
+    reader_index: npt.NDArray[np.int64] | None,
     sample: npt.NDArray[np.int64],
     start: npt.NDArray[np.int64],
     length: npt.NDArray[np.int64],
@@ -83,10 +108,44 @@ def read_run_spans(
     labels: npt.NDArray[np.int64],
     loss_mask: npt.NDArray[np.float32],
     position_ids: npt.NDArray[np.int64] | None,
-    ignore_label: int,
-    eod_no_loss: int,
-    eod_reset: int,
 ) -> None: ...
+def read_rows(
+    readers: list[SpanReader],
+    reader_index: npt.NDArray[np.int64] | None,
+    sample: npt.NDArray[np.int64],
+    first: int,
+    tokens: npt.NDArray[np.int64],
+    labels: npt.NDArray[np.int64],
+    loss_mask: npt.NDArray[np.float32],
+    position_ids: npt.NDArray[np.int64],
+    cu_seqlens: npt.NDArray[np.int32] | None = None,
+    max_seqlen: npt.NDArray[np.int32] | None = None,
+) -> None: ...
+def read_documents(
+    reader: SpanReader, sample: int, position_ids: npt.NDArray[np.int64], cu_seqlens: npt.NDArray[np.int32]
+) -> int: ...
+
+class RowBuffers:
+    def __init__(self, names: list[str], to_tensor: Callable[[npt.NDArray[Any]], Any]) -> None: ...
+    def __len__(self) -> int: ...
+    def add(
+        self,
+        tokens: npt.NDArray[np.int64],
+        labels: npt.NDArray[np.int64],
+        loss_mask: npt.NDArray[np.float32],
+        position_ids: npt.NDArray[np.int64],
+        cu_seqlens: npt.NDArray[np.int32] | None = None,
+        max_seqlen: npt.NDArray[np.int32] | None = None,
+    ) -> None: ...
+    def read(
+        self,
+        readers: list[SpanReader],
+        reader_index: npt.NDArray[np.int64] | None,
+        sample: npt.NDArray[np.int64],
+        first: int,
+        next: int,
+    ) -> dict[str, Any] | None: ...
+
 def gather_tokens(
     source: npt.NDArray[np.uint8],
     dtype_code: int,
@@ -104,19 +163,8 @@ def gather_tokens(
     eod_no_loss: int,
     eod_reset: int,
 ) -> None: ...
-def gpt_pieces(
-    lengths: npt.NDArray[np.int32],
-    pointers: npt.NDArray[np.int64],
-    document_index: npt.NDArray[np.int32],
-    sample_index: npt.NDArray[Any],
-    shuffle_index: npt.NDArray[Any],
-    extra_tokens: int,
-    itemsize: int,
-    sample: npt.NDArray[np.int64],
-    start: npt.NDArray[np.int64],
-    length: npt.NDArray[np.int64],
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]: ...
 def set_num_threads(n: int) -> None: ...
+def set_read_ahead(when: str) -> None: ...
 def copy_spans(
     source: npt.NDArray[np.uint8],
     source_offset: npt.NDArray[np.int64],

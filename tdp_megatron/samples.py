@@ -24,6 +24,9 @@ __all__ = [
     "with_values",
 ]
 
+#: Files that one native call reads from. They are all mapped at that time, so not many more than are kept open.
+READERS_AT_ONCE = 32
+
 #: Keys that are always per token.
 STANDARD_TOKEN_KEYS = ("tokens", "labels", "loss_mask", "position_ids")
 _DTYPES: dict[str, np.dtype[Any]] = {
@@ -401,11 +404,38 @@ def read_spans_by_reader(
         block.readers[0].read_spans(block.sample_ids[indices], starts, lengths, destinations, out)
         return
     real = np.flatnonzero(lengths > 0)  # pads at the end of a pack belong to no sample
-    reader_of = block.reader_index[indices[real]]
-    for number, reader in enumerate(block.readers):
-        rows = real[reader_of == number]
-        if len(rows):
-            reader.read_spans(block.sample_ids[indices[rows]], starts[rows], lengths[rows], destinations[rows], out)
+    places = indices[real]
+    reader_of, sample_ids = block.reader_index[places], block.sample_ids[places]
+    spans = (starts[real], lengths[real], destinations[real])
+    numbers = np.unique(reader_of)
+    for first in range(0, len(numbers), READERS_AT_ONCE):
+        some = numbers[first : first + READERS_AT_ONCE]
+        natives = native_readers([block.readers[number] for number in some.tolist()])
+        if natives:
+            rows = np.flatnonzero((reader_of >= some[0]) & (reader_of <= some[-1]))
+            reader_index: Int64Array = np.searchsorted(some, reader_of[rows])
+            own = [part[rows] for part in (sample_ids, *spans)]
+            keys = out["tokens"], out["labels"], out["loss_mask"], out.get("position_ids")
+            _C.read_spans(natives, reader_index, own[0], own[1], own[2], own[3], *keys)
+            continue
+        for number in some.tolist():
+            rows = np.flatnonzero(reader_of == number)
+            block.readers[number].read_spans(sample_ids[rows], *(part[rows] for part in spans), out)
+
+
+def native_readers(readers: Sequence[SampleReader]) -> list[_C.SpanReader]:
+    """The native readers of samples that all lie in mapped files, for one call to read them all; none if one does not.
+
+    Each keeps its files mapped, so no more than ``READERS_AT_ONCE`` of them should be held.
+    """
+    natives: list[_C.SpanReader] = []
+    for reader in readers:
+        make = getattr(reader, "native", None)
+        native = None if make is None else make()
+        if native is None or not native.is_mapped:
+            return []
+        natives.append(native)
+    return natives
 
 
 def read_block(block: SampleBlock) -> FlatSamples:

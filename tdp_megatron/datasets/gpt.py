@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from functools import cached_property
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,9 +20,10 @@ from tdp_megatron.datasets.gpt_cache import INDEX_NAMES, content_complaint, prov
 from tdp_megatron.datasets.gpt_indices import build_gpt_indices
 from tdp_megatron.datasets.gpt_sample import HARMLESS_ID, SampleRules, assemble, causal_mask
 from tdp_megatron.datasets.megatron_dataset import MegatronDataset, find_pad_token_id
+from tdp_megatron.datasets.readers import GPTReader
 from tdp_megatron.datasets.splits import Split
 from tdp_megatron.errors import CacheError, FormatError
-from tdp_megatron.indexed import DType, IndexedDataset, ObjectStorageConfig, is_object_storage_path
+from tdp_megatron.indexed import IndexedDataset, ObjectStorageConfig, is_object_storage_path
 from tdp_megatron.types import Int64Array
 
 __all__ = ["GPTDataset"]
@@ -213,6 +215,7 @@ class GPTDataset(MegatronDataset):
         if self._cache_key() is not None:
             state["_indices"] = None
         state.pop("_shared_mask", None)
+        state.pop("_reader", None)
         return state
 
     # -- samples -----------------------------------------------------------------------------------------------
@@ -263,10 +266,6 @@ class GPTDataset(MegatronDataset):
         return {name: torch.from_numpy(array) for name, array in sample.items()}
 
     @cached_property
-    def _dtype_code(self) -> int:
-        return DType.code_from_dtype(self.dataset.dtype)
-
-    @cached_property
     def _is_plain(self) -> bool:
         rules = self._rules
         special = rules.pad_by_id or (rules.create_attention_mask and rules.reset_attention_mask)
@@ -274,42 +273,31 @@ class GPTDataset(MegatronDataset):
             return False
         return isinstance(self.dataset, IndexedDataset) and not (special or rules.inter_document_masking)
 
+    @cached_property
+    def _reader(self) -> GPTReader:
+        rules = self._rules
+        eod_rules = (
+            rules.eod if rules.eod_mask_loss else None,
+            rules.eod if rules.reset_position_ids else None,
+        )
+        return GPTReader(self.dataset, SimpleNamespace(**self._arrays), rules.extra_token, *eod_rules, HARMLESS_ID)
+
     def _read_plain(self, idx: int) -> dict[str, npt.NDArray[Any]] | None:
         """A whole sample in one native pass over a mapped file; None where that is not possible."""
         count = len(self)
         if not self._is_plain or not -count <= idx < count:
             return None
-        row = int(self.shuffle_index[idx])
-        source = self.dataset.bin_bytes()
-        if source is None or row == count - 1:  # the last may be shorter
+        if int(self.shuffle_index[idx]) == count - 1:  # it may be shorter
             return None
-        rules = self._rules
-        index = self.dataset.index
-        tokens, labels, position_ids = np.empty((3, rules.sequence_length), dtype=np.int64)
-        loss_mask = np.empty(rules.sequence_length, dtype=np.float32)
-        eod = -1 if rules.eod is None else rules.eod
+        size = self._rules.sequence_length
+        tokens, labels, position_ids = np.empty((3, size), dtype=np.int64)
+        loss_mask = np.empty(size, dtype=np.float32)
         try:
-            _C.read_gpt_spans(
-                source,
-                self._dtype_code,
-                index.sequence_lengths,
-                index.sequence_pointers,
-                self.document_index,
-                self.sample_index,
-                self.shuffle_index,
-                rules.extra_token,
-                np.array([idx % count], dtype=np.int64),
-                np.zeros(1, dtype=np.int64),
-                np.array([rules.sequence_length], dtype=np.int64),
-                np.zeros(1, dtype=np.int64),
-                tokens,
-                labels,
-                loss_mask,
-                position_ids,
-                HARMLESS_ID,
-                eod if rules.eod_mask_loss else -1,
-                eod if rules.reset_position_ids else -1,
-            )
+            native = self._reader.native()
+            if not native.is_mapped:
+                return None
+            numbers = np.array([idx % count], dtype=np.int64)
+            _C.read_rows([native], None, numbers, 0, tokens[None], labels[None], loss_mask[None], position_ids[None])
         except (IndexError, ValueError):  # what is wrong is said better on the slow way
             return None
         sample: dict[str, npt.NDArray[Any]] = {"tokens": tokens, "labels": labels, "loss_mask": loss_mask}

@@ -11,7 +11,6 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +18,7 @@ import numpy.typing as npt
 from tdp_megatron import _C
 from tdp_megatron.datasets.readers import TokenFileReader
 from tdp_megatron.indexed import IndexedDataset
-from tdp_megatron.types import IGNORE_LABEL, Int64Array
+from tdp_megatron.types import Int64Array
 
 __all__ = ["InstantBlend", "InstantChunks", "InstantReader", "derive_key", "permute"]
 
@@ -135,9 +134,13 @@ class InstantChunks:
         """Whole chunks."""
         return max(self.num_tokens - self.extra_token, 0) // self.sequence_length
 
+    def keys(self, epoch: int) -> tuple[int, int]:
+        """The keys of an epoch's two permutations: of the chunks, and of the sequences in windows."""
+        return derive_key("chunks", self.seed, epoch), derive_key("windows", self.seed, epoch)
+
     def chunks(self, sample_ids: Int64Array, epoch: int) -> Int64Array:
         """Numbers of the chunks that these samples of one epoch, int64 [n] in [0, samples_per_epoch), are."""
-        return permute(sample_ids, self.samples_per_epoch, derive_key("chunks", self.seed, epoch))
+        return permute(sample_ids, self.samples_per_epoch, self.keys(epoch)[0])
 
     def pieces(
         self, sample_ids: Int64Array, starts: Int64Array, lengths: Int64Array
@@ -162,7 +165,7 @@ class InstantChunks:
                     last,
                     self.dataset.dtype.itemsize,
                     self.window,
-                    derive_key("windows", self.seed, epoch),
+                    self.keys(epoch)[1],
                     begin,
                     np.minimum(lengths[rows], room),
                 )
@@ -196,14 +199,19 @@ class InstantReader(TokenFileReader):
         super().__init__(chunks.dataset, eod_mask_loss, reset_position_ids)
         self.chunks = chunks
 
-    def _read_mapped(self, source: npt.NDArray[np.uint8], *spans_and_outputs: Any) -> None:
-        sample_ids, starts, lengths, destinations, *outputs = spans_and_outputs
-        lead = starts if self._eod_reset >= 0 and outputs[3] is not None else np.zeros_like(starts)
-        pieces = self._pieces(sample_ids, starts - lead, lengths + lead + 1)
-        assert outputs[4] == IGNORE_LABEL
-        _C.gather_tokens(source, self._dtype_code, *pieces, starts, lengths, destinations, *outputs)
-
-    def _pieces(
-        self, sample_ids: Int64Array, starts: Int64Array, lengths: Int64Array
-    ) -> tuple[Int64Array, Int64Array, Int64Array]:
-        return self.chunks.pieces(sample_ids, starts, lengths)
+    def _make_native(self, source: npt.NDArray[np.uint8] | None) -> _C.SpanReader:
+        chunks, index = self.chunks, self.chunks.dataset.index
+        return _C.instant_reader(
+            source,
+            self._dtype_code,
+            index.sequence_lengths,
+            index.sequence_pointers,
+            chunks.begin,
+            chunks.end,
+            *chunks.byte_range,
+            chunks.window,
+            chunks.sequence_length,
+            chunks.extra_token,
+            chunks.keys,
+            *self._rules,
+        )

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from tdp_megatron import _C
-from tdp_megatron.datasets.gpt_indices import GPTIndices
 from tdp_megatron.errors import FormatError
 from tdp_megatron.indexed import DType, IndexedDataset
+from tdp_megatron.indexed.pool import OPEN_FILES
 from tdp_megatron.types import IGNORE_LABEL, Int64Array
 
-__all__ = ["GPTReader", "RunReader", "TokenFileReader"]
+__all__ = ["GPTArrays", "GPTReader", "RunReader", "TokenFileReader"]
 
 _TOKEN_KEYS: Mapping[str, np.dtype[Any]] = MappingProxyType(
     {"tokens": np.dtype(np.int64), "labels": np.dtype(np.int64), "loss_mask": np.dtype(np.float32)}
 )
 _WITH_POSITIONS = MappingProxyType({**_TOKEN_KEYS, "position_ids": np.dtype(np.int64)})
 _NO_VALUES: Mapping[str, Any] = MappingProxyType({})
+
+
+class _Key:
+    """Names a reader in the pool of open files."""
 
 
 class TokenFileReader:
@@ -34,28 +39,39 @@ class TokenFileReader:
         dataset: the file.
         eod_mask_loss: token whose positions have no loss.
         reset_position_ids: token after which positions start again from 0.
+        ignore_label: label of a token without a successor.
     """
 
     def __init__(
-        self, dataset: IndexedDataset, eod_mask_loss: int | None = None, reset_position_ids: int | None = None
+        self,
+        dataset: IndexedDataset,
+        eod_mask_loss: int | None = None,
+        reset_position_ids: int | None = None,
+        ignore_label: int = IGNORE_LABEL,
     ) -> None:
         if dataset.dtype.kind not in "iu":
             raise FormatError(f"{dataset.path_prefix}: dtype {dataset.dtype.name} holds no token ids, need an integer")
         self.dataset = dataset
         self._dtype_code = DType.code_from_dtype(dataset.dtype)
-        self._eod_no_loss = -1 if eod_mask_loss is None else eod_mask_loss
-        self._eod_reset = -1 if reset_position_ids is None else reset_position_ids
+        self._rules = (
+            ignore_label,
+            -1 if eod_mask_loss is None else eod_mask_loss,
+            -1 if reset_position_ids is None else reset_position_ids,
+        )
+        self._key = _Key()
+        # What the pool keeps of this reader, its index arrays among it, must not outlive it.
+        weakref.finalize(self, OPEN_FILES.discard, self._key).atexit = False
 
     @property
     def token_keys(self) -> Mapping[str, np.dtype[Any]]:
-        return _TOKEN_KEYS if self._eod_reset < 0 else _WITH_POSITIONS
+        return _TOKEN_KEYS if self._rules[2] < 0 else _WITH_POSITIONS
 
     def sample_values(self, sample_id: int) -> Mapping[str, Any]:
         return _NO_VALUES
 
     @property
     def raw_dtype(self) -> np.dtype[Any] | None:
-        return self.dataset.dtype if self._eod_no_loss < 0 and self._eod_reset < 0 else None
+        return self.dataset.dtype if self._rules[1] < 0 and self._rules[2] < 0 else None
 
     def read_raw(
         self,
@@ -65,7 +81,7 @@ class TokenFileReader:
         destinations: Int64Array,
         out: npt.NDArray[Any],
     ) -> Int64Array:
-        offsets, counts, span_begin = self._pieces(sample_ids, starts, lengths)
+        offsets, counts, span_begin = self.native().pieces(sample_ids, starts, lengths)
         before = np.append(0, np.cumsum(counts))
         pieces = np.diff(span_begin)
         within = before[:-1] - np.repeat(before[span_begin[:-1]], pieces)
@@ -78,15 +94,17 @@ class TokenFileReader:
         _C.copy_spans(source, offsets, out.view(np.uint8), targets, counts * item)
         return np.diff(before[span_begin])
 
-    def _read_mapped(self, source: npt.NDArray[np.uint8], *spans_and_outputs: Any) -> None:
-        """Read spans from a mapped file: the native call that does it all."""
+    def _make_native(self, source: npt.NDArray[np.uint8] | None) -> _C.SpanReader:
+        """The native reader over a mapped file, or over none, which then only says where the tokens lie."""
         raise NotImplementedError
 
-    def _pieces(
-        self, sample_ids: Int64Array, starts: Int64Array, lengths: Int64Array
-    ) -> tuple[Int64Array, Int64Array, Int64Array]:
-        """Byte offsets and token counts of the pieces, and where each span's pieces begin ([n + 1])."""
-        raise NotImplementedError
+    def native(self) -> _C.SpanReader:
+        """The native reader, from the pool of open files: it holds the maps of both files."""
+        native: _C.SpanReader = OPEN_FILES.get(self._key, self._open_native)
+        return native
+
+    def _open_native(self) -> _C.SpanReader:
+        return self._make_native(self.dataset.bin_bytes())
 
     def read_spans(
         self,
@@ -97,20 +115,32 @@ class TokenFileReader:
         out: Mapping[str, npt.NDArray[Any]],
     ) -> None:
         outputs = (out["tokens"], out["labels"], out["loss_mask"], out.get("position_ids"))
-        rules = (IGNORE_LABEL, self._eod_no_loss, self._eod_reset)
-        source = self.dataset.bin_bytes()
-        if source is not None:
-            self._read_mapped(source, sample_ids, starts, lengths, destinations, *outputs, *rules)
+        native = self.native()
+        if native.is_mapped:
+            _C.read_spans([native], None, sample_ids, starts, lengths, destinations, *outputs)
             return
         # Positions that restart depend on what the sample holds in front of the span.
-        lead = starts if self._eod_reset >= 0 and outputs[3] is not None else np.zeros_like(starts)
+        lead = starts if self._rules[2] >= 0 and outputs[3] is not None else np.zeros_like(starts)
         # One token more than asked, where there is one: it is the last label.
-        offsets, counts, span_begin = self._pieces(sample_ids, starts - lead, lengths + lead + 1)
+        offsets, counts, span_begin = native.pieces(sample_ids, starts - lead, lengths + lead + 1)
         raw = self.dataset.read_pieces(offsets, counts).view(np.uint8)
         offsets = (np.cumsum(counts) - counts) * self.dataset.dtype.itemsize
         _C.gather_tokens(
-            raw, self._dtype_code, offsets, counts, span_begin, starts, lengths, destinations, *outputs, *rules
+            raw, self._dtype_code, offsets, counts, span_begin, starts, lengths, destinations, *outputs, *self._rules
         )
+
+
+class GPTArrays(Protocol):
+    """The three indices of fixed-length samples; see ``GPTIndices``."""
+
+    @property
+    def document_index(self) -> npt.NDArray[np.int32]: ...
+
+    @property
+    def sample_index(self) -> npt.NDArray[Any]: ...
+
+    @property
+    def shuffle_index(self) -> npt.NDArray[Any]: ...
 
 
 class GPTReader(TokenFileReader):
@@ -119,18 +149,19 @@ class GPTReader(TokenFileReader):
     def __init__(
         self,
         dataset: IndexedDataset,
-        indices: GPTIndices,
+        indices: GPTArrays,
         extra_token: int,
         eod_mask_loss: int | None = None,
         reset_position_ids: int | None = None,
+        ignore_label: int = IGNORE_LABEL,
     ) -> None:
-        super().__init__(dataset, eod_mask_loss, reset_position_ids)
+        super().__init__(dataset, eod_mask_loss, reset_position_ids, ignore_label)
         self.indices = indices
         self._extra_token = extra_token
 
-    def _read_mapped(self, source: npt.NDArray[np.uint8], *spans_and_outputs: Any) -> None:
+    def _make_native(self, source: npt.NDArray[np.uint8] | None) -> _C.SpanReader:
         index, indices = self.dataset.index, self.indices
-        _C.read_gpt_spans(
+        return _C.gpt_reader(
             source,
             self._dtype_code,
             index.sequence_lengths,
@@ -139,24 +170,7 @@ class GPTReader(TokenFileReader):
             indices.sample_index,
             indices.shuffle_index,
             self._extra_token,
-            *spans_and_outputs,
-        )
-
-    def _pieces(
-        self, sample_ids: Int64Array, starts: Int64Array, lengths: Int64Array
-    ) -> tuple[Int64Array, Int64Array, Int64Array]:
-        index, indices = self.dataset.index, self.indices
-        return _C.gpt_pieces(
-            index.sequence_lengths,
-            index.sequence_pointers,
-            indices.document_index,
-            indices.sample_index,
-            indices.shuffle_index,
-            self._extra_token,
-            self.dataset.dtype.itemsize,
-            sample_ids,
-            starts,
-            lengths,
+            *self._rules,
         )
 
 
@@ -182,12 +196,5 @@ class RunReader(TokenFileReader):
         self._byte_offsets = byte_offsets
         self._available = available
 
-    def _read_mapped(self, source: npt.NDArray[np.uint8], *spans_and_outputs: Any) -> None:
-        _C.read_run_spans(source, self._dtype_code, self._byte_offsets, self._available, *spans_and_outputs)
-
-    def _pieces(
-        self, sample_ids: Int64Array, starts: Int64Array, lengths: Int64Array
-    ) -> tuple[Int64Array, Int64Array, Int64Array]:
-        offsets = self._byte_offsets[sample_ids] + starts * self.dataset.dtype.itemsize
-        counts = np.minimum(lengths, self._available[sample_ids] - starts)
-        return offsets, counts, np.arange(len(sample_ids) + 1, dtype=np.int64)
+    def _make_native(self, source: npt.NDArray[np.uint8] | None) -> _C.SpanReader:
+        return _C.run_reader(source, self._dtype_code, self._byte_offsets, self._available, *self._rules)

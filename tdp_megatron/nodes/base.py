@@ -99,8 +99,11 @@ class Node(BaseNode[T]):
     def next(self) -> T:
         if self._failure is not None:
             raise self._failure
-        with self._latched():
+        try:  # not _latched, which costs as much as many a node
             return self._next()
+        except Exception as error:
+            self._failure = error
+            raise
 
     @contextmanager
     def _latched(self) -> Iterator[None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -9,24 +10,29 @@ import numpy as np
 import numpy.typing as npt
 from torchdata.nodes import BaseNode
 
+from tdp_megatron import _C
 from tdp_megatron.datasets.readers import TokenFileReader
 from tdp_megatron.errors import StateMismatchError
 from tdp_megatron.nodes.arguments import checked_int, checked_names
 from tdp_megatron.nodes.base import Node, SampleSource, draw_block, skip_samples
-from tdp_megatron.ops import BatchBuffers
-from tdp_megatron.samples import STANDARD_TOKEN_KEYS, MappingReader, read_spans_by_reader, token_key_specs
-from tdp_megatron.types import IGNORE_LABEL, Int64Array, SampleBlock, SampleReader
+from tdp_megatron.ops import BatchBuffers, RowBuffers, row_specs
+from tdp_megatron.samples import (
+    READERS_AT_ONCE,
+    MappingReader,
+    native_readers,
+    read_spans_by_reader,
+    token_key_specs,
+)
+from tdp_megatron.types import IGNORE_LABEL, SampleBlock
 
 __all__ = ["Batch"]
 
 Arrays: TypeAlias = dict[str, npt.NDArray[Any]]
 
-# Drawing samples costs about as much for many blocks as for one.
+# Drawing samples costs about as much for many blocks as for one. A user's node may bring their tokens along, so only
+# what is known to lie in files is drawn this far ahead.
 _BLOCKS_AHEAD = 16
-
-_STANDARD: dict[str, tuple[np.dtype[Any], tuple[int, ...]]] = {
-    key: (np.dtype(np.float32 if key == "loss_mask" else np.int64), ()) for key in STANDARD_TOKEN_KEYS
-}
+_SAMPLES_AHEAD = 4096
 
 
 class Batch(Node[dict[str, Any]]):
@@ -51,6 +57,10 @@ class Batch(Node[dict[str, Any]]):
         drop_last: whether a last block that is not full is left out; otherwise the last batch of a rank has fewer
             rows, or none.
         token_keys: user keys that have one entry per token.
+        inter_document_masking: whether attention is to stay inside documents. Batches then have ``cu_seqlens`` int32
+            [micro_batch_size, S + 1], the ends of each row's documents, closed by S and filled up with it, and
+            ``max_seqlen`` int32 [micro_batch_size], and positions restart at documents: Megatron's option of the same
+            name. For samples of token files.
 
     Raises:
         ValueError: a bad argument; at a batch, a sample longer than S.
@@ -70,6 +80,7 @@ class Batch(Node[dict[str, Any]]):
         pad_id: int = 0,
         drop_last: bool = True,
         token_keys: tuple[str, ...] = (),
+        inter_document_masking: bool = False,
     ) -> None:
         super().__init__()
         for name, value in (("micro_batch_size", micro_batch_size), ("dp_size", dp_size)):
@@ -100,12 +111,12 @@ class Batch(Node[dict[str, Any]]):
         self.pad_id = checked_int("pad_id", pad_id)
         self.drop_last = drop_last
         self.token_keys = checked_names("token_keys", token_keys)
+        self.inter_document_masking = inter_document_masking
+        self._whole = share
         self._buffers: BatchBuffers | None = None
-        self._buffers_for: tuple[tuple[SampleReader, ...], int] | None = None
-        places = np.arange(micro_batch_size, dtype=np.int64)
+        self._rows: RowBuffers | None = None
+        self._natives: list[_C.SpanReader] = []
         self._drawn_state: dict[str, Any] | None = None
-        #: Starts, lengths and destinations of full rows.
-        self._whole_rows = (np.zeros_like(places), np.full_like(places, found), places * found)
 
     @property
     def num_microbatches(self) -> int:
@@ -130,6 +141,7 @@ class Batch(Node[dict[str, Any]]):
     def _forget_draw(self) -> None:
         self._block: SampleBlock | None = None
         self._offset = 0
+        self._is_plain = False
         self._drawn_state = None
         self._drawn_at = 0
 
@@ -143,36 +155,42 @@ class Batch(Node[dict[str, Any]]):
 
     def _draw(self) -> SampleBlock:
         """Samples of the next blocks: of one where a user's node brings the tokens along, of many otherwise."""
+        whole = self._whole
         blocks = _BLOCKS_AHEAD if isinstance(self.source, SampleSource) else 1
+        if self._is_plain:
+            blocks = max(blocks, _SAMPLES_AHEAD // whole)
         with self.stats.waiting():
             state, position = self.source.state_dict(), self._position
-            block = draw_block(self.source, blocks * self.micro_batch_size * self.dp_size, 0, position)
+            block = draw_block(self.source, blocks * whole, 0, position)
         self._block, self._offset, self._drawn_state, self._drawn_at = block, 0, state, position
+        self._natives = []
         self._is_plain = (
-            len(block.readers) == 1
-            and isinstance(block.readers[0], TokenFileReader)
+            not self.token_keys
+            and all(isinstance(reader, TokenFileReader) for reader in block.readers)
             and bool((block.seqlens == self.sequence_length).all())
         )
         return block
 
     def _next(self) -> dict[str, Any]:
-        whole = self.micro_batch_size * self.dp_size
+        whole = self._whole
         block = self._block
         if block is None or self._offset >= len(block):
             block = self._draw()
         left = len(block) - self._offset
-        if not left or (left < whole and self.drop_last):
+        if left < whole and (not left or self.drop_last):
             raise StopIteration
-        with self.stats.working():
-            first = self._offset + self.dp_rank * self.micro_batch_size
-            last = min(first + self.micro_batch_size, self._offset + whole)
-            if self._is_plain and last <= len(block) and not self.token_keys:
-                batch = self._read_plain(block.readers[0], block.sample_ids[first:last])
-            else:
-                batch = self._read(block.select(slice(first, last)))
-        self._offset += min(whole, left)
-        self._position += min(whole, left)
-        self.stats.items += 1
+        begin = time.perf_counter()
+        first = self._offset + self.dp_rank * self.micro_batch_size
+        last = min(first + self.micro_batch_size, self._offset + whole)
+        batch = self._read_plain(block, first, last) if self._is_plain and last <= len(block) else None
+        if batch is None:
+            batch = self._read(block.select(slice(first, last)))
+        used = min(whole, left)
+        self._offset += used
+        self._position += used
+        stats = self.stats
+        stats.work_seconds += time.perf_counter() - begin
+        stats.items += 1
         return batch
 
     def skip_to(self, step: int) -> None:
@@ -195,10 +213,25 @@ class Batch(Node[dict[str, Any]]):
             self._forget_draw()
         self._position = samples
 
-    def _read_plain(self, reader: SampleReader, sample_ids: Int64Array) -> dict[str, Any]:
-        """The common case, without a look at every sample: all of one file and as long as a row."""
-        arrays, batch = self._take_buffers((reader,), self.micro_batch_size)
-        reader.read_spans(sample_ids, *self._whole_rows, arrays)
+    def _read_plain(self, block: SampleBlock, first: int, last: int) -> dict[str, Any] | None:
+        """The common case, without a look at every sample: mapped files, samples as long as a row.
+
+        None where they are not mapped.
+        """
+        reader_index = None
+        if len(block.readers) == 1:
+            # Kept for the block: to ask the pool of open files takes a microsecond.
+            natives = self._natives = self._natives or native_readers(block.readers)
+        else:
+            numbers, reader_index = np.unique(block.reader_index[first:last], return_inverse=True)
+            if len(numbers) > READERS_AT_ONCE:
+                return None
+            natives = native_readers([block.readers[number] for number in numbers.tolist()])
+        if not natives:
+            return None
+        if self._rows is None:
+            self._rows = RowBuffers(self.micro_batch_size, self.sequence_length, documents=self.inter_document_masking)
+        batch: dict[str, Any] = self._rows.read(natives, reader_index, block.sample_ids, first, first + self._whole)
         self.stats.tokens += self.micro_batch_size * self.sequence_length
         return batch
 
@@ -216,27 +249,28 @@ class Batch(Node[dict[str, Any]]):
             reader.declare_token_keys(self.token_keys)
         if self.token_keys and len(users) < len(block.readers):
             raise ValueError(f"token_keys {self.token_keys} need samples that carry them; token files do not")
-        arrays, batch = self._take_buffers(block.readers, rows)
+        if self.inter_document_masking and not all(isinstance(r, TokenFileReader) for r in block.readers):
+            raise ValueError("inter_document_masking needs samples of token files, which know their documents")
+        wanted = row_specs(rows, width, documents=self.inter_document_masking)
+        own = token_key_specs(block.readers)
+        wanted.update({name: (dtype, (rows, width, *shape)) for name, (dtype, shape) in own.items()})
+        if self._buffers is None or self._buffers.specs != wanted:
+            self._buffers = BatchBuffers(wanted)
+        taken, tensors = self._buffers.take()
+        taken = dict(taken)
+        batch: dict[str, Any] = dict(tensors)
+        cu_seqlens, max_seqlen = taken.pop("cu_seqlens", None), taken.pop("max_seqlen", None)
+        arrays = {key: array.reshape(-1, *array.shape[2:]) for key, array in taken.items()}
         if users or seqlens != [width] * rows:
             _fill_pads(arrays, seqlens, width, self.pad_id, positions=bool(users))
         places = np.arange(rows, dtype=np.int64)
         read_spans_by_reader(block, places, np.zeros_like(places), block.seqlens, places * width, arrays)
         self.stats.tokens += sum(seqlens)
+        if cu_seqlens is not None and max_seqlen is not None:
+            max_seqlen[:] = _documents(block, taken["position_ids"], cu_seqlens)
         if users:
             batch.update(_values(block))
         return batch
-
-    def _take_buffers(self, readers: tuple[SampleReader, ...], rows: int) -> tuple[Arrays, dict[str, Any]]:
-        key = (readers, rows)
-        if self._buffers is None or self._buffers_for != key:
-            specs = {**_STANDARD, **token_key_specs(readers)}
-            wanted = {name: (dtype, (rows, self.sequence_length, *shape)) for name, (dtype, shape) in specs.items()}
-            if self._buffers is None or self._buffers.specs != wanted:
-                self._buffers = BatchBuffers(wanted)
-            # Readers of users' samples are new for every batch, and must not be kept.
-            self._buffers_for = key if not any(isinstance(r, MappingReader) for r in readers) else None
-        arrays, tensors = self._buffers.take()
-        return arrays, dict(tensors)
 
 
 def _sequence_length(source: BaseNode[Any]) -> int | None:
@@ -261,6 +295,16 @@ def _fill_pads(
                 array[begin + first : end] = count[first:]
             else:
                 array[begin + seqlen : end] = fills.get(key, 0)
+
+
+def _documents(block: SampleBlock, position_ids: npt.NDArray[np.int64], cu_seqlens: npt.NDArray[np.int32]) -> list[int]:
+    """Tell each row's documents apart, and give the longest one's length."""
+    longest = []
+    for row, (number, sample_id) in enumerate(zip(block.reader_index.tolist(), block.sample_ids.tolist(), strict=True)):
+        reader = block.readers[number]
+        assert isinstance(reader, TokenFileReader)
+        longest.append(_C.read_documents(reader.native(), sample_id, position_ids[row], cu_seqlens[row]))
+    return longest
 
 
 def _values(block: SampleBlock) -> dict[str, list[Any]]:

@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 
-from tdp_megatron.datasets.gpt_indices import build_gpt_indices
+from tdp_megatron.datasets.gpt_indices import GPTIndices, build_gpt_indices
 from tdp_megatron.datasets.instant import InstantChunks, InstantReader
 from tdp_megatron.datasets.readers import GPTReader
 from tdp_megatron.nodes.arguments import checked_int
@@ -81,6 +81,7 @@ class GPTSample(SampleSource):
         self.reset_position_ids = reset_position_ids
         self.order: Order = order
         self._reader: GPTReader | None = None
+        self._indices: GPTIndices
         self._instant: InstantReader | None = None
 
     def fingerprint(self) -> dict[str, Any]:
@@ -99,8 +100,7 @@ class GPTSample(SampleSource):
         self._build()
         if self._instant is not None:
             return self.num_samples or self._instant.chunks.samples_per_epoch
-        assert self._reader is not None
-        return len(self._reader.indices)
+        return len(self._indices)
 
     @property
     def samples_per_epoch(self) -> int:
@@ -108,8 +108,7 @@ class GPTSample(SampleSource):
         self._build()
         if self._instant is not None:
             return self._instant.chunks.samples_per_epoch
-        assert self._reader is not None
-        return self._reader.indices.tokens_per_epoch // self.sequence_length
+        return self._indices.tokens_per_epoch // self.sequence_length
 
     def _open(self) -> None:
         self._build()
@@ -148,6 +147,7 @@ class GPTSample(SampleSource):
         total = indices.num_epochs * indices.tokens_per_epoch
         if not self.drop_last_partial_sequence:
             self._last_seqlen = min(self.sequence_length, total - extra - (len(indices) - 1) * self.sequence_length)
+        self._indices = indices
         self._reader = GPTReader(dataset, indices, extra, *eod_rules)
 
     def _too_small(self, num_tokens: int) -> ValueError:
@@ -173,8 +173,7 @@ class GPTSample(SampleSource):
         reader = self._instant or self._reader
         assert reader is not None
         if self._reader is not None and self._last_seqlen < self.sequence_length:
-            indices = self._reader.indices
-            seqlens[indices.shuffle_index[ids] == len(indices) - 1] = self._last_seqlen
+            seqlens[self._indices.shuffle_index[ids] == len(self) - 1] = self._last_seqlen
         if self.eod_mask_loss:
             loss = np.full(len(ids), UNKNOWN_LOSS_TOKENS, dtype=np.int64)
         else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tdp_megatron.ops.batch_buffers import BatchBuffers
+from tdp_megatron.ops.batch_buffers import BatchBuffers, RowBuffers, row_specs
 from tdp_megatron.ops.buffers import PackBuffers, PackedTensors, allocate_pack, packed_batches
 from tdp_megatron.ops.gather import gather_pack, pack
 from tdp_megatron.ops.metadata import LossSpans, PackMetadata
@@ -25,6 +25,7 @@ __all__ = [
     "PackedTensors",
     "PadRules",
     "RankSpans",
+    "RowBuffers",
     "allocate_pack",
     "build_pack_table",
     "build_rank_spans",
@@ -34,5 +35,6 @@ __all__ = [
     "pack",
     "pack_raw_tokens",
     "packed_batches",
+    "row_specs",
     "scatter_back",
 ]

@@ -23,7 +23,8 @@ def pieces(sample: int, start: int, length: int) -> Any:
     document_index = np.array([0, 1], dtype=np.int32)
     shuffle = ints(0, 1, 2, INT64_MAX)
     spans = ints(sample), ints(start), ints(length)
-    return _C.gpt_pieces(lengths, ints(0, 10), document_index, rows, shuffle, 1, 2, *spans)
+    reader = _C.gpt_reader(None, 8, lengths, ints(0, 10), document_index, rows, shuffle, 1, -100, -1, -1)
+    return reader.pieces(*spans)
 
 
 def test_pieces_of_a_span() -> None:

@@ -41,13 +41,18 @@ def arguments(**changes: Any) -> list[Any]:
     return list({**values, **changes}.values())
 
 
+def read(given: list[Any]) -> None:
+    """The spans of the samples of ``arguments``."""
+    _C.read_spans([_C.gpt_reader(*given[:8], *given[16:])], None, *given[8:16])
+
+
 @pytest.mark.parametrize("rows", [np.int32, np.int64])
 @pytest.mark.parametrize("shuffle", [np.uint32, np.int64])
 def test_the_intact_index(rows: Any, shuffle: Any) -> None:
     given = arguments(
         sample_index=np.array([[0, 0], [2, 0], [2, 4]], dtype=rows), shuffle_index=np.array([1, 0], dtype=shuffle)
     )
-    _C.read_gpt_spans(*given)
+    read(given)
     tokens, labels, loss_mask, positions = given[12:16]
     assert tokens.tolist() == [100, 101, 102, 103, 104, 105, 106, 107]
     assert labels.tolist() == [101, 102, 103, 104, 105, 106, 107, 108]
@@ -83,7 +88,7 @@ def test_the_intact_index(rows: Any, shuffle: Any) -> None:
 def test_what_is_not_there_is_an_index_error(changes: dict[str, Any], message: str) -> None:
     given = arguments(**changes)
     with pytest.raises(IndexError, match=message):
-        _C.read_gpt_spans(*given)
+        read(given)
     assert not given[12].any(), "something was written"
 
 
@@ -103,18 +108,18 @@ def test_what_is_not_there_is_an_index_error(changes: dict[str, Any], message: s
 )
 def test_wrong_arguments(changes: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        _C.read_gpt_spans(*arguments(**changes))
+        read(arguments(**changes))
 
 
 def test_a_run_that_leaves_its_document() -> None:
-    outputs = arguments()[12:]
-    table = (np.array([0]), np.array([4]))
+    outputs = arguments()[12:16]
+    readers = [_C.run_reader(FILE, 8, np.array([0]), np.array([4]), -100, -1, -1)]
     with pytest.raises(IndexError, match="starts at token 5 of 4"):
-        _C.read_run_spans(FILE, 8, *table, np.array([0]), np.array([5]), np.array([1]), np.array([0]), *outputs)
+        _C.read_spans(readers, None, np.array([0]), np.array([5]), np.array([1]), np.array([0]), *outputs)
     with pytest.raises(IndexError, match="wants 6 tokens, its pieces hold 4"):
-        _C.read_run_spans(FILE, 8, *table, np.array([0]), np.array([0]), np.array([6]), np.array([0]), *outputs)
+        _C.read_spans(readers, None, np.array([0]), np.array([0]), np.array([6]), np.array([0]), *outputs)
     with pytest.raises(IndexError, match="sample 1 is outside the table"):
-        _C.read_run_spans(FILE, 8, *table, np.array([1]), np.array([0]), np.array([1]), np.array([0]), *outputs)
+        _C.read_spans(readers, None, np.array([1]), np.array([0]), np.array([1]), np.array([0]), *outputs)
 
 
 @pytest.mark.parametrize(
@@ -127,11 +132,12 @@ def test_every_integer_type_keeps_its_values(code: int, dtype: Any) -> None:
     for begin in range(5):
         n = len(values) - begin - 1
         tokens, labels = np.zeros(n, dtype=np.int64), np.zeros(n, dtype=np.int64)
-        _C.read_run_spans(
-            values.view(np.uint8), code, np.array([begin * values.itemsize]), np.array([n + 1]), np.array([0]),
-            np.array([0]), np.array([n]), np.array([0]), tokens, labels, np.zeros(n, dtype=np.float32), None, -100,
-            -1, -1,
-        )  # fmt: skip
+        run = np.array([begin * values.itemsize]), np.array([n + 1])
+        reader = _C.run_reader(values.view(np.uint8), code, *run, -100, -1, -1)
+        zero = np.array([0])
+        _C.read_spans(
+            [reader], None, zero, zero, np.array([n]), zero, tokens, labels, np.zeros(n, dtype=np.float32), None
+        )
         np.testing.assert_array_equal(tokens, values[begin:-1])
         np.testing.assert_array_equal(labels, values[begin + 1 :])
 
@@ -144,13 +150,13 @@ from tdp_megatron import _C
 source = np.random.default_rng(0).integers(0, 60000, 1 << 19).astype(np.uint16)
 n, length = 128, 4095
 starts = np.arange(n, dtype=np.int64) * 8192
+reader = _C.run_reader(source.view(np.uint8), 8, starts, np.full(n, 4096), -100, -1, -1)
 
 def read():
     tokens, labels = np.zeros(n * length, dtype=np.int64), np.zeros(n * length, dtype=np.int64)
     one = np.arange(n, dtype=np.int64)
-    _C.read_run_spans(source.view(np.uint8), 8, starts, np.full(n, 4096), one, np.zeros_like(one),
-                      np.full(n, length), one * length, tokens, labels, np.zeros(n * length, dtype=np.float32),
-                      None, -100, -1, -1)
+    _C.read_spans([reader], None, one, np.zeros_like(one), np.full(n, length), one * length, tokens, labels,
+                  np.zeros(n * length, dtype=np.float32), None)
     return tokens
 
 _C.set_num_threads(3)
