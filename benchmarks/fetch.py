@@ -4,9 +4,12 @@ Batches of 8 x 4096 tokens in a random order over a uint16 corpus of short (mean
 documents in the page cache.
 
 * ``megatron``: megatron-core's ``GPTDataset`` and torch's ``default_collate``.
-* ``litdata``: LitData's ``TokensLoader`` over blocks cut in advance, tokens and labels as int64; no loss mask, no
-  position ids, no documents. Left out where it is not installed.
+* ``litdata``, ``grain``: LitData's ``TokensLoader`` and Grain's ``MapDataset`` over ArrayRecord, both over blocks of
+  S + 1 tokens cut in advance and shuffled, tokens and labels as int64; no loss mask, no position ids, no documents.
+  Grain reads in the process itself, records one by one. ``grain tokens`` is without labels. Left out where they are
+  not installed (the extra ``peers``).
 * ``batch``: ours, the nodes ``IndexedRead -> GPTSample -> Batch``: tokens, labels, loss mask, position ids.
+* ``batch instant``: the same in the order that needs no index; ``batch documents``: with ``cu_seqlens`` of documents.
 * ``read``: ours, the native read alone.
 * ``limit``: contiguous tokens converted twice, loss mask and position ids filled, into memory in use already.
 
@@ -28,6 +31,9 @@ from common import Case, main, optional, timed
 
 from tdp_megatron.indexed import IndexedDatasetBuilder
 from tdp_megatron.nodes import Batch, GPTSample, IndexedRead
+from tdp_megatron.nodes.gpt_sample import Order
+from tdp_megatron.ops import RowBuffers
+from tdp_megatron.samples import native_readers
 
 ROWS, WIDTH = 8, 4096
 BATCH_TOKENS = ROWS * WIDTH
@@ -43,30 +49,30 @@ def write_corpus(prefix: str, mean: int, tokens: int) -> npt.NDArray[np.uint16]:
     return values
 
 
-def ours(prefix: str, batches: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    node = Batch(GPTSample(IndexedRead(prefix), sequence_length=WIDTH, num_samples=10**6), micro_batch_size=ROWS)
+def by_node(prefix: str, batches: int, order: Order = "megatron", documents: bool = False) -> Callable[[], Any]:
+    source = GPTSample(IndexedRead(prefix), sequence_length=WIDTH, num_samples=10**6, order=order)
+    node = Batch(source, micro_batch_size=ROWS, inter_document_masking=documents)
     node.reset(None)
-    block = GPTSample(IndexedRead(prefix), sequence_length=WIDTH, num_samples=10**6).take(10**6)
-    reader = block.readers[0]
-    zeros = np.zeros(ROWS, dtype=np.int64)
-    places = np.arange(ROWS, dtype=np.int64) * WIDTH
-    out = {
-        key: np.zeros(BATCH_TOKENS, dtype=np.float32 if key == "loss_mask" else np.int64)
-        for key in ("tokens", "labels", "loss_mask", "position_ids")
-    }
-    at = [0]
 
-    def by_node() -> None:
+    def run() -> None:
         for _ in range(batches):
             next(node)
 
-    def by_read() -> None:
+    return run
+
+
+def by_read(prefix: str, batches: int) -> Callable[[], Any]:
+    block = GPTSample(IndexedRead(prefix), sequence_length=WIDTH, num_samples=10**6).take(10**6)
+    readers = native_readers(block.readers)
+    rows = RowBuffers(ROWS, WIDTH)
+    at = [0]
+
+    def run() -> None:
         for _ in range(batches):
-            ids = np.arange(at[0], at[0] + ROWS)
-            reader.read_spans(ids, zeros, zeros + WIDTH, places, out)
+            rows.read(readers, None, block.sample_ids, at[0])
             at[0] += ROWS
 
-    return by_node, by_read
+    return run
 
 
 def limit(values: npt.NDArray[np.uint16], batches: int) -> Callable[[], Any]:
@@ -160,6 +166,35 @@ def litdata(folder: str, values: npt.NDArray[np.uint16], batches: int) -> Callab
     return run
 
 
+def grain(folder: str, values: npt.NDArray[np.uint16], batches: int, labels: bool) -> Callable[[], Any] | str:
+    module, reason = optional("grain")
+    records, no_records = optional("array_record.python.array_record_module")
+    if module is None or records is None:
+        return reason or no_records
+    try:
+        path = os.path.join(folder, f"blocks-{labels}.array_record")
+        os.makedirs(folder, exist_ok=True)
+        writer = records.ArrayRecordWriter(path, "group_size:1")
+        for i in range(len(values) // (WIDTH + 1)):
+            writer.write(values[i * (WIDTH + 1) : (i + 1) * (WIDTH + 1)].tobytes())
+        writer.close()
+        dataset = module.MapDataset.source(module.sources.ArrayRecordDataSource(path)).seed(1234).shuffle().repeat()
+        blocks = dataset.map(lambda record: np.frombuffer(record, dtype=np.uint16)).batch(ROWS)
+        # Threads of its own would read ahead; in processor time they cost what they take.
+        stream = iter(blocks.to_iter_dataset(module.ReadOptions(num_threads=0, prefetch_buffer_size=0)))
+        next(stream)
+    except Exception as error:
+        return f"grain did not run: {type(error).__name__}: {error}"
+
+    def run() -> None:
+        for _ in range(batches):
+            block = torch.from_numpy(next(stream).astype(np.int64))
+            if labels:
+                block[:, :-1].contiguous(), block[:, 1:].contiguous()
+
+    return run
+
+
 def cases(smoke: bool, repeat: int) -> Iterator[Case]:
     tokens, batches = (1_000_000, 5) if smoke else (60_000_000, 200)
     for name, mean in (("short documents", 600), ("long documents", 60_000)):
@@ -173,15 +208,23 @@ def cases(smoke: bool, repeat: int) -> Iterator[Case]:
                 notes["megatron"] = optional("megatron.core")[1] or "megatron-core has no GPTDataset here"
             else:
                 ways["megatron"] = theirs
-            stream = litdata(os.path.join(folder, "litdata"), values, batches)
-            if isinstance(stream, str):
-                notes["litdata"] = stream
-            else:
-                ways["litdata"] = stream
-            ways["batch"], ways["read"] = ours(prefix, batches)
+            blocks = os.path.join(folder, "grain")
+            others = {
+                "litdata": litdata(os.path.join(folder, "litdata"), values, batches),
+                "grain": grain(blocks, values, batches, labels=True),
+                "grain tokens": grain(blocks, values, batches, labels=False),
+            }
+            for peer, way in others.items():
+                if isinstance(way, str):
+                    notes[peer] = way
+                else:
+                    ways[peer] = way
+            ways["batch"], ways["read"] = by_node(prefix, batches), by_read(prefix, batches)
+            ways["batch instant"] = by_node(prefix, batches, order="instant")
+            ways["batch documents"] = by_node(prefix, batches, documents=True)
             timings = timed(ways, repeat)
-            if "litdata" in timings:
-                notes["batch_times_litdata"] = round(timings["litdata"].median / timings["batch"].median, 2)
+            for peer in set(others) & set(timings):
+                notes[f"batch_times_{peer}"] = round(timings[peer].median / timings["batch"].median, 2)
             yield Case(name, timings, batches * BATCH_TOKENS, "tokens/s", "megatron", "limit", notes)
 
 
