@@ -33,7 +33,7 @@ from tdp_megatron.indexed import IndexedDatasetBuilder
 from tdp_megatron.nodes import Batch, GPTSample, IndexedRead
 from tdp_megatron.nodes.gpt_sample import Order
 from tdp_megatron.ops import RowBuffers
-from tdp_megatron.samples import native_readers
+from tdp_megatron.reading import native_readers
 
 ROWS, WIDTH = 8, 4096
 BATCH_TOKENS = ROWS * WIDTH

@@ -35,7 +35,8 @@ import torch.distributed as dist
 
 from tdp_megatron.distributed import DpCpGroups, Exchange
 from tdp_megatron.nodes import GlobalBatch, IndexedRead
-from tdp_megatron.samples import block_from_items, read_block
+from tdp_megatron.reading import read_block
+from tdp_megatron.samples import block_from_items
 from tdp_megatron.schedule import CostModel, Plan, schedule
 from tdp_megatron.testing import run_ranks, write_corpus
 from tdp_megatron.types import Int64Array, ParallelLayout

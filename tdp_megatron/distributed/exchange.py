@@ -24,7 +24,8 @@ from tdp_megatron.distributed.wire import WireSchema
 from tdp_megatron.errors import ExchangeError
 from tdp_megatron.ops import PackBuffers, PackTable, RankSpans, allocate_pack, build_tables
 from tdp_megatron.ops.buffer_pool import BufferPool
-from tdp_megatron.samples import FlatSamples, TokenFacts
+from tdp_megatron.reading import FlatSamples
+from tdp_megatron.samples import TokenFacts
 from tdp_megatron.schedule.plan import Plan
 from tdp_megatron.types import Int64Array
 

@@ -13,7 +13,8 @@ from tdp_megatron import _C
 from tdp_megatron.distributed.token_form import TokenForm
 from tdp_megatron.distributed.wire import WireSchema
 from tdp_megatron.ops import RankSpans
-from tdp_megatron.samples import FlatSamples, as_bytes
+from tdp_megatron.reading import FlatSamples
+from tdp_megatron.samples import as_bytes
 from tdp_megatron.types import IGNORE_LABEL, Int64Array
 
 __all__ = ["GlobalSamples", "ParcelLayout", "Parcels"]

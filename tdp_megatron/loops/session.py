@@ -21,7 +21,8 @@ from tdp_megatron.loops.config import LoopConfig
 from tdp_megatron.loops.groups import LoopGroups
 from tdp_megatron.loops.microbatch import lengths_of, samples_of
 from tdp_megatron.ops import allocate_pack, build_pack_table, packed_batches
-from tdp_megatron.samples import FlatSamples, MappingReader, block_from_items, read_block
+from tdp_megatron.reading import FlatSamples, read_block
+from tdp_megatron.samples import MappingReader, block_from_items
 from tdp_megatron.schedule import schedule
 from tdp_megatron.types import Int64Array, PackedBatch
 

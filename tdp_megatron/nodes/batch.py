@@ -16,13 +16,8 @@ from tdp_megatron.errors import StateMismatchError
 from tdp_megatron.nodes.arguments import checked_int, checked_names
 from tdp_megatron.nodes.base import Node, SampleSource, draw_block, skip_samples
 from tdp_megatron.ops import BatchBuffers, RowBuffers, row_specs
-from tdp_megatron.samples import (
-    READERS_AT_ONCE,
-    MappingReader,
-    native_readers,
-    read_spans_by_reader,
-    token_key_specs,
-)
+from tdp_megatron.reading import READERS_AT_ONCE, native_readers, read_spans_by_reader, token_key_specs
+from tdp_megatron.samples import MappingReader
 from tdp_megatron.types import IGNORE_LABEL, SampleBlock
 
 __all__ = ["Batch"]

@@ -17,7 +17,8 @@ from tdp_megatron.nodes.arguments import checked_int, checked_names
 from tdp_megatron.nodes.base import BeyondEndError, Node, SampleSource, draw_block, require_node, skip_samples
 from tdp_megatron.nodes.shard import Shard
 from tdp_megatron.ops import allocate_pack, build_pack_table, pack_raw_tokens, packed_batches
-from tdp_megatron.samples import FlatSamples, MappingReader, read_block, read_spans_by_reader, token_key_specs
+from tdp_megatron.reading import FlatSamples, read_block, read_spans_by_reader, token_key_specs
+from tdp_megatron.samples import MappingReader
 from tdp_megatron.schedule import CostModel, Plan, imbalance, schedule, validate
 from tdp_megatron.schedule.api import DEFAULT_COST
 from tdp_megatron.types import Int64Array, PackedBatch, ParallelLayout, SampleBlock

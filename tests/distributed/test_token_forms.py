@@ -10,7 +10,8 @@ import pytest
 from tdp_megatron.distributed import DpCpGroups, Exchange
 from tdp_megatron.distributed.token_form import NOTHING_TO_SEND, TokenForm
 from tdp_megatron.ops import allocate_pack, build_pack_table, build_rank_spans
-from tdp_megatron.samples import block_from_items, read_block
+from tdp_megatron.reading import read_block
+from tdp_megatron.samples import block_from_items
 from tdp_megatron.schedule import schedule
 from tdp_megatron.testing import run_ranks
 from tdp_megatron.types import IGNORE_LABEL, ParallelLayout

@@ -18,7 +18,7 @@ from tdp_megatron.datasets.instant import InstantChunks, InstantReader
 from tdp_megatron.datasets.readers import RunReader, TokenFileReader
 from tdp_megatron.indexed import IndexedDataset
 from tdp_megatron.nodes import Batch, Blend, DocumentSample, GPTSample, IndexedRead
-from tdp_megatron.samples import read_spans_by_reader
+from tdp_megatron.reading import read_spans_by_reader
 from tdp_megatron.testing import write_corpus
 from tdp_megatron.types import IGNORE_LABEL, SampleBlock
 

@@ -22,12 +22,13 @@ ARROWS: dict[str, set[str]] = {
     "sample": set(),
     "types": {"sample", "ops"},  # ops: the views of PackedBatch, imported when called
     "samples": {"_C", "types"},
+    "reading": {"_C", "types", "samples"},
     "tokenization": {"errors"},
     "indexed": {"_C", "errors", "types"},
     "datasets": {"_C", "errors", "types", "samples", "indexed", "distributed"},
     "schedule": {"_C", "errors", "types"},
     "ops": {"_C", "errors", "types", "schedule"},
-    "distributed": {"_C", "background", "errors", "types", "samples", "schedule", "ops"},
+    "distributed": {"_C", "background", "errors", "types", "samples", "reading", "schedule", "ops"},
     "nodes": {
         "_C",
         "errors",
@@ -35,13 +36,14 @@ ARROWS: dict[str, set[str]] = {
         "stats",
         "background",
         "samples",
+        "reading",
         "indexed",
         "datasets",
         "schedule",
         "ops",
         "distributed",
     },
-    "loops": {"_C", "errors", "types", "stats", "background", "samples", "schedule", "distributed", "ops"},
+    "loops": {"_C", "errors", "types", "stats", "background", "samples", "reading", "schedule", "distributed", "ops"},
 }
 HEAVY = ("triton", "transformer_engine", "boto3", "matplotlib", "megatron", "tokenizers", "tiktoken", "sentencepiece")
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from tdp_megatron import _C
-from tdp_megatron.samples import MappingReader, block_from_items, read_block, token_facts
+from tdp_megatron.reading import read_block
+from tdp_megatron.samples import MappingReader, block_from_items, token_facts
 from tdp_megatron.types import IGNORE_LABEL
 
 

@@ -13,7 +13,7 @@ import torch
 from tdp_megatron import _C
 from tdp_megatron.indexed.pool import OPEN_FILES
 from tdp_megatron.nodes import Batch, Blend, DocumentSample, GPTSample, IndexedRead
-from tdp_megatron.samples import READERS_AT_ONCE, read_block
+from tdp_megatron.reading import READERS_AT_ONCE, read_block
 from tdp_megatron.testing import write_corpus
 
 S = 48
