@@ -174,7 +174,10 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--planning", action="store_true", help="planning times instead of the grid")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--smoke", action="store_true", help="one small case: does it run at all?")
     options = parser.parse_args(arguments)
+    if options.smoke:
+        options.models, options.ranks, options.data, options.seeds = "8b", "8", "sft_chat", 1
     print(" ".join(f"{key}={value}" for key, value in machine().items()))
     command = "python benchmarks/schedule.py " + " ".join(
         word for word in arguments if word != "--json" and word != str(options.json)

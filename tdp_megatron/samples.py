@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tdp_megatron import _C
-from tdp_megatron.types import IGNORE_LABEL, Int64Array, Sample, SampleBlock, SampleReader
+from tdp_megatron.types import IGNORE_LABEL, Int64Array, Sample, SampleBlock, SampleReader, SampleRef
 
 __all__ = [
     "MappingReader",
@@ -105,6 +106,11 @@ class MappingReader:
             labels = flat_column(self.columns["labels"], self.specs["labels"], self.seqlens)
             self._derive("loss_mask", (labels != IGNORE_LABEL).astype(np.float32))
         self._facts: TokenFacts | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Columns point into this process's memory, so a copy makes its own.
+        declared = [key for key in self.columns if key not in STANDARD_TOKEN_KEYS]
+        return _reader_again, (self._items, self._name_of, declared)
 
     def _add_column(self, key: str) -> None:
         tokens = self.columns.get("tokens")
@@ -225,6 +231,14 @@ class MappingReader:
         return {k: v for k, v in item.items() if k not in self.columns}
 
 
+def _reader_again(
+    items: list[Mapping[str, Any]], name_of: Callable[[int], str], declared: Sequence[str]
+) -> MappingReader:
+    reader = MappingReader(items, name_of)
+    reader.declare_token_keys(declared)
+    return reader
+
+
 def with_values(sample: Sample, **values: Any) -> Sample:
     """A sample with some keys replaced or added, and the same provenance; for a ``Mapper``'s function.
 
@@ -241,8 +255,12 @@ def with_values(sample: Sample, **values: Any) -> Sample:
     if "tokens" in values:
         for key in STANDARD_TOKEN_KEYS:
             kept.pop(key, None)
-    reader = MappingReader([{**kept, **values}], lambda _: f"sample {sample.ref}")
+    reader = MappingReader([{**kept, **values}], partial(_name_of_ref, sample.ref))
     return Sample(reader, 0, int(reader.seqlens[0]), sample.ref, int(reader.num_loss_tokens[0]))
+
+
+def _name_of_ref(ref: SampleRef, index: int) -> str:
+    return f"sample {ref}"
 
 
 class _NameOf:

@@ -23,7 +23,8 @@ class HandlePool:
             raise ValueError(f"limit must be at least 1, got {limit}")
         self._limit = limit
         self._handles: OrderedDict[Hashable, Any] = OrderedDict()
-        self._lock = threading.Lock()
+        # Reentrant: a finalizer that discards a handle may run in the thread that holds it.
+        self._lock = threading.RLock()
 
     def __len__(self) -> int:
         return len(self._handles)
@@ -54,7 +55,7 @@ class HandlePool:
 
     def renew_lock(self) -> None:
         """Replace the lock: a fork may have copied it while another thread held it."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
 
 #: The pool every reader shares.

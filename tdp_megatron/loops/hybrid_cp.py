@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -142,7 +143,11 @@ class HybridCPDataLoaderWrapper:
     def state_dict(self) -> dict[str, Any]:
         """Steps given, and the data iterator's own state, if it has one."""
         get_state = getattr(self.data_iterator, "state_dict", None)
-        return {"version": self.VERSION, "step": self._step, "data": None if get_state is None else get_state()}
+        return {
+            "version": self.VERSION,
+            "step": self._step,
+            "data": None if get_state is None else copy.deepcopy(get_state()),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to a saved position; an iterator without ``load_state_dict`` must stand there already.
@@ -155,7 +160,7 @@ class HybridCPDataLoaderWrapper:
         self._failure = None
         load = getattr(self.data_iterator, "load_state_dict", None)
         if load is not None and state.get("data") is not None:
-            load(state["data"])
+            load(copy.deepcopy(state["data"]))
 
 
 def _samples_of_rank(plan: Plan, rank: int) -> Int64Array:

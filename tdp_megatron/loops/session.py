@@ -360,9 +360,10 @@ class PackingSession:
         self._pending.clear()
         self._step, self._consumed = int(state["step"]), int(state["num_microbatches"])
         load = getattr(self._source, "load_state_dict", None)
-        if load is not None and state.get("data") is not None:
-            load(state["data"])
-        self._states = {self._consumed: state.get("data")}
+        data = state.get("data")
+        if load is not None and data is not None:
+            load(copy.deepcopy(data))  # some iterators keep what they are given, and go on changing it
+        self._states = {self._consumed: copy.deepcopy(data)}
 
     def settle(self) -> None:
         """Wait for the background thread: until then the iterator is in its hands."""
@@ -378,6 +379,8 @@ class PackingSession:
         self._ahead = None
         self._pending.clear()
         self._states = {self._consumed: self._states.get(self._consumed)}
+        # The frames of a failure keep what they worked with.
+        self._failure = ExchangeError(str(self._failure)) if isinstance(self._failure, ExchangeError) else None
         if self._closed is None:
             try:
                 self._closed = weakref.ref(self._source) if self._source is not None else lambda: None

@@ -80,14 +80,14 @@ def packing_session(data_iterator: Any, config: Any, pg_collection: Any = None) 
             check_reader(source, groups)
         except (TypeError, ValueError) as error:
             number, problem = _NONE, error
-    agreed = _agreed_number(groups, number)
+    agreed, last = _agreed_numbers(groups, number)
     if problem is not None:
         raise problem
-    if agreed == _NONE:
+    if _NONE in (agreed, last):
         raise ExchangeError("the rank that reads the data for this one has no data iterator; see its own error")
-    if groups.reads and agreed != number:
+    if agreed != last:
         raise ValueError(
-            f"the last pipeline stage reads data iterator {number}, the first one {agreed} (counted as they were first "
+            f"the last pipeline stage reads data iterator {last}, the first one {agreed} (counted as they were first "
             "used); give both the same"
         )
     if agreed == len(groups.sessions):
@@ -118,20 +118,20 @@ def _groups_of(config: LoopConfig, pg_collection: Any) -> LoopGroups:
     return known[key]
 
 
-def _agreed_number(groups: LoopGroups, number: int) -> int:
-    """The number of a session, as TP rank 0 of the first pipeline stage knows it, on all its receivers."""
+def _agreed_numbers(groups: LoopGroups, number: int) -> tuple[int, int]:
+    """The number of a session, as TP rank 0 of the first and of the last pipeline stage know it, on all receivers."""
     what = "choosing the data iterator"
-    row = np.array([number], dtype=np.int64)
+    row = np.array([number, number], dtype=np.int64)
     try:
-        if groups.tp_rank == 0 and groups.pp is not None and groups.pp.size > 2:
-            row = all_gather_rows(groups.pp, row, what)[0]
+        if groups.tp_rank == 0 and groups.pp is not None:
+            row = all_gather_rows(groups.pp, row, what)[[0, -1], 0]
         if groups.tp is not None:
             row = all_gather_rows(groups.tp, row, what)[0]
     except ExchangeError as error:
         # A rank is gone; the first error that said so says most.
         failures = [session.failure for session in groups.sessions]
         raise next((failure for failure in failures if isinstance(failure, ExchangeError)), error) from None
-    return int(row[0])
+    return int(row[0]), int(row[1])
 
 
 def wrap_data_iterator(

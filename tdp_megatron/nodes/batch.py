@@ -14,7 +14,7 @@ from tdp_megatron import _C
 from tdp_megatron.datasets.readers import TokenFileReader
 from tdp_megatron.errors import StateMismatchError
 from tdp_megatron.nodes.arguments import checked_int, checked_names
-from tdp_megatron.nodes.base import Node, SampleSource, draw_block, skip_samples
+from tdp_megatron.nodes.base import Node, SampleSource, draw_block, require_node, skip_samples
 from tdp_megatron.ops import BatchBuffers, RowBuffers, row_specs
 from tdp_megatron.reading import READERS_AT_ONCE, native_readers, read_spans_by_reader, token_key_specs
 from tdp_megatron.samples import MappingReader
@@ -78,6 +78,7 @@ class Batch(Node[dict[str, Any]]):
         inter_document_masking: bool = False,
     ) -> None:
         super().__init__()
+        require_node(source)
         for name, value in (("micro_batch_size", micro_batch_size), ("dp_size", dp_size)):
             checked_int(name, value, least=1)
         micro_batch_size, dp_size, dp_rank = int(micro_batch_size), int(dp_size), checked_int("dp_rank", dp_rank)

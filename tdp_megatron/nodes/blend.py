@@ -68,7 +68,7 @@ class Blend(SampleSource):
         stop: when a source has nothing left, end (``first_exhausted``; an error if ``num_samples`` asks for more), go
             on with the others (``all_exhausted``), or begin it again (``cycle``).
         order: ``"megatron"``, or ``"instant"``: an order of our own in which every source is within one sample of its
-            share at every moment, and any position is there at once.
+            share at every moment, and any position is there at once. Shares are rounded to multiples of 1/720,720.
 
     Raises:
         ValueError, TypeError: bad weights; the message names the source and the value.

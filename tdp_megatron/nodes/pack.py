@@ -19,7 +19,7 @@ from tdp_megatron.nodes.shard import Shard
 from tdp_megatron.ops import allocate_pack, build_pack_table, pack_raw_tokens, packed_batches
 from tdp_megatron.reading import FlatSamples, read_block, read_spans_by_reader, token_key_specs
 from tdp_megatron.samples import MappingReader
-from tdp_megatron.schedule import CostModel, Plan, imbalance, schedule, validate
+from tdp_megatron.schedule import CostModel, Mode, Plan, imbalance, schedule, validate
 from tdp_megatron.schedule.api import DEFAULT_COST
 from tdp_megatron.types import Int64Array, PackedBatch, ParallelLayout, SampleBlock
 
@@ -115,7 +115,7 @@ class Pack(Node[GlobalBatch]):
             Python values, or lists, tuples, sets and dicts of them; they arrive as what they were, others are an error.
         drop_last: whether a last, smaller global batch is left out.
         token_keys: user keys that have one entry per token and are packed like ``tokens``.
-        check_plans: validate every plan.
+        check_plans: validate every plan, the limits and what the mode asks for included.
         consumed_samples: where to begin when there is no saved state, such as Megatron's ``consumed_samples``; whole
             global batches.
         skip: global batches (begin, end) to leave out, such as a stretch that made the loss spike; nothing of them is
@@ -181,6 +181,10 @@ class Pack(Node[GlobalBatch]):
         self.token_keys = checked_names("token_keys", token_keys)
         self.check_plans = check_plans
         self.limits = limits
+        names = ("equal_count", "microbatches_multiple", "max_sequences_per_microbatch")
+        self._checked_limits = {name: limits[name] for name in names if name in limits}
+        if Mode.parse(mode).needs_equal_count:
+            self._checked_limits["equal_count"] = True
         # Wrong names and types show here, not at the first step.
         self._plan(np.zeros(0, dtype=np.int64))
 
@@ -248,7 +252,7 @@ class Pack(Node[GlobalBatch]):
         try:
             plan = schedule(seqlens, self.layout, self.cost, self.mode, self.algorithm, **self.limits)
             if self.check_plans:
-                validate(plan)
+                validate(plan, **self._checked_limits)
         except ScheduleError as error:
             where = ""
             if refs is not None and len(refs):

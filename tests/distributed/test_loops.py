@@ -551,6 +551,65 @@ def test_validation_between_training_steps(shape: tuple[int, int, int], groups_m
         assert found == [first + 10 * d for d in range(grid.dp)], (step, found)
 
 
+@pytest.mark.parametrize("shape", [(1, 2, 1), (2, 2, 1), (1, 4, 1)], ids=str)
+def test_stages_that_read_different_iterators_are_told(shape: tuple[int, int, int]) -> None:
+    tp, pp, cp = shape
+    grid = Grid(tp * pp * cp, tp, pp, cp)
+
+    def body(rank: int, world: int) -> str:
+        groups = grid.collection(rank)
+        mine_tp, mine_pp, _, _ = grid.place(rank)
+        reads = mine_tp == 0 and mine_pp in (0, grid.pp - 1)
+        train, valid = (iter([{"tokens": torch.arange(3)}] * 9) if reads else None for _ in range(2))
+        for iterator in (train, valid):
+            wrap_data_iterator(iterator, CONFIG, 1, groups)
+        with pytest.raises(ValueError, match="reads data iterator") as caught:
+            wrap_data_iterator(train if mine_pp == 0 else valid, CONFIG, 1, groups)
+        packed, *_ = wrap_data_iterator(valid, CONFIG, 1, groups)  # and they can go on
+        assert len(packed.step.batches) == 1
+        return str(caught.value)
+
+    messages = run_ranks(body, grid.tp * grid.pp)
+    assert set(messages) == {
+        "the last pipeline stage reads data iterator 1, the first one 0 (counted as they were first used); give both "
+        "the same"
+    }
+
+
+def test_a_restored_state_is_not_the_iterators_to_change() -> None:
+    class Adopting(Stateful):
+        def __init__(self, items: list[Any]) -> None:
+            super().__init__(items)
+            self.state = {"at": 0}
+
+        def __next__(self) -> Any:
+            self.at = self.state["at"]
+            item = super().__next__()
+            self.state["at"] = self.at
+            return item
+
+        def state_dict(self) -> dict[str, int]:
+            return self.state
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            self.state = state
+
+    def body(rank: int, world: int) -> None:
+        items = [{"tokens": torch.full((2,), i)} for i in range(12)]
+        first = Adopting(items)
+        packed, *_ = wrap_data_iterator(first, CONFIG, 2)
+        state = packed.state_dict()
+        second = Adopting(items)
+        session = packing_session(second, CONFIG)
+        session.load_state_dict(state)
+        for step in (1, 2):
+            packed, *_ = wrap_data_iterator(second, CONFIG, 2)
+            assert packed.step.batches[0].tokens[0] == 2 * step
+        assert state["data"] == {"at": 2}
+
+    run_ranks(body, 1)
+
+
 def test_closed_sessions_let_go_of_their_iterators() -> None:
     """Otherwise the workers of every validation's DataLoader would live as long as the training."""
     grid = Grid(2, 2, 1, 1)

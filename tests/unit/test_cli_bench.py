@@ -67,11 +67,12 @@ def test_wrong_use(folder: Path, tmp_path_factory: pytest.TempPathFactory, capsy
     assert capsys.readouterr().out == "good\n"
 
 
-@pytest.mark.parametrize("name", ["index", "blend"])
+@pytest.mark.parametrize("name", ["blend", "cold", "fetch", "index", "reroute", "schedule", "startup"])
 def test_the_checkouts_own_run(name: str, tmp_path: Path) -> None:
     checkout = Path(__file__).parents[2] / "benchmarks"
     result = tmp_path / "result.json"
     assert main(["bench", name, "--folder", str(checkout), "--smoke", "--json", str(result)]) == 0
     rows = json.loads(result.read_text())["results"][name]["rows"]
     assert rows
-    assert all(row["cpu_seconds"] > 0 and row["way"] for row in rows)
+    if name in ("blend", "index"):
+        assert all(row["cpu_seconds"] > 0 and row["way"] for row in rows)

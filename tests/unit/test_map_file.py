@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import threading
-import time
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any, ClassVar
@@ -107,11 +106,11 @@ def test_a_descriptor_that_is_none() -> None:
 
 def test_a_lock_that_becomes_a_file(tmp_path: Path) -> None:
     first = CacheLock(str(tmp_path / "lock"), lambda: None)
-    waited: list[int] = []
+    waited = threading.Event()
     seen: list[str] = []
 
     def wait() -> None:
-        waited.append(1)
+        waited.set()
 
     def second() -> None:
         lock = CacheLock(str(tmp_path / "lock"), wait)
@@ -121,8 +120,7 @@ def test_a_lock_that_becomes_a_file(tmp_path: Path) -> None:
 
     thread = threading.Thread(target=second)
     thread.start()
-    while not waited:
-        time.sleep(0.001)
+    assert waited.wait(10)
     first.write(b"a long text")
     first.write(b"text")
     first.rename(str(tmp_path / "file"))

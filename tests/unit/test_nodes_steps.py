@@ -15,6 +15,7 @@ from torchdata.nodes import BaseNode, IterableWrapper, Loader, Mapper
 from tdp_megatron import nodes as tdp_nodes
 from tdp_megatron.errors import ScheduleError, StateMismatchError, TdpError
 from tdp_megatron.nodes import Blend, DocumentSample, IndexedRead, Pack, Prefetch, Reroute, Shard
+from tdp_megatron.schedule import Plan, PlanOp, Problem, api
 from tdp_megatron.testing import check_resume_at_every_step, write_corpus
 from tdp_megatron.types import ParallelLayout, Step
 
@@ -335,3 +336,40 @@ def test_ids_beyond_int64_are_refused() -> None:
     source = IterableWrapper([{"tokens": np.array([1, 2**63], dtype=np.uint64)}])
     with pytest.raises(ValueError, match="more than int64 holds"):
         next(Pack(source, LAYOUT, global_batch_size=1))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"equal_count": True}, "microbatches"),
+        ({"mode": "lockstep"}, "microbatches"),
+        ({"microbatches_multiple": 3}, "multiple"),
+        ({"max_sequences_per_microbatch": 2}, "sequences"),
+    ],
+)
+def test_checked_plans_keep_the_limits(
+    prefixes: list[str], options: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lopsided(problem: Problem) -> Plan:
+        n = len(problem.seqlens)
+        packs = [(0, 1, [i]) for i in range(n - 4)] + [(1, 1, list(range(max(n - 4, 0), n)))]
+        ops = [PlanOp(first, size, tuple(ids), tuple(problem.seqlens[ids].tolist())) for first, size, ids in packs]
+        return Plan.from_ops(
+            problem.layout, problem.seqlens, ops if n else [PlanOp(0, 1, (), ()), PlanOp(1, 1, (), ())]
+        )
+
+    monkeypatch.setattr(api, "_REGISTRY", {**api._REGISTRY, "lopsided": lopsided})
+    arguments: dict[str, Any] = {"global_batch_size": 12, "algorithm": "lopsided"}
+    layout = ParallelLayout(2, 1, 256)
+    unchecked = Pack(blend(prefixes), layout, **arguments, **options)
+    unchecked.reset(None)
+    assert next(unchecked).plan.num_microbatches_per_rank.tolist() == [8, 1]
+    checked = Pack(blend(prefixes), layout, **arguments)
+    checked.check_plans = True
+    checked.reset(None)
+    next(checked)  # nothing is asked for
+    checked = Pack(blend(prefixes), layout, **arguments, **options)
+    checked.check_plans = True
+    checked.reset(None)
+    with pytest.raises(ScheduleError, match=message):
+        next(checked)
