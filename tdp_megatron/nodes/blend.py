@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -245,7 +245,7 @@ class Blend(SampleSource):
         return state
 
     def num_remaining(self) -> int | None:
-        lengths = [s.num_remaining() if isinstance(s, SampleSource) else None for s in self.sources]
+        lengths = [self._length_of(i) for i in range(len(self.sources))]
         if self.stop == "all_exhausted":
             left = [lengths[i] for i in self._active]
             known = [length for length in left if length is not None]
@@ -273,7 +273,7 @@ class Blend(SampleSource):
         return SampleBlock.concatenate(blocks)
 
     def _skip(self, n: int) -> None:
-        lengths = [s.num_remaining() if isinstance(s, SampleSource) else None for s in self.sources]
+        lengths = [self._length_of(i) for i in range(len(self.sources))]
         if self._instant is not None:
             counts = self._instant.counts(self._at + n)
             wanted = (counts - self._counts).tolist()
@@ -327,25 +327,24 @@ class Blend(SampleSource):
 
     def _draw(self, n: int) -> tuple[SampleBlock, int | None]:
         """The next samples up to n, and the source that has none left for the sample after them, if that is so."""
-        lengths = [s.num_remaining() if isinstance(s, SampleSource) else None for s in self.sources]
-        if any(lengths[i] is None for i in self._active):
-            n = 1  # a source that cannot say what it has left: nothing may be drawn in vain
         chosen, number, counts, targets = self._choose(n)
+        # Only sources that are drawn from are looked at: there may be thousands of others.
+        lengths = {i: self._length_of(i) for i in np.unique(chosen).tolist()}
+        if n > 1 and None in lengths.values():
+            # A source that cannot say what it has left: nothing may be drawn in vain.
+            n = 1
+            chosen, number, counts, targets = self._choose(n)
         spent: int | None = None
         end = n
-        for i in self._active.tolist():
+        for i, places in _places_of(chosen):
             length = lengths[i]
-            places = np.flatnonzero(chosen[:end] == i)
-            if length is not None and len(places) > length:
+            if length is not None and len(places) > length and places[length] < end:
                 end, spent = int(places[length]), i
         if end < n:
             chosen, number, counts, targets = self._choose(end)
         blocks: list[SampleBlock] = []
         order: list[Int64Array] = []
-        for i in self._active.tolist():
-            places = np.flatnonzero(chosen == i)
-            if not len(places):
-                continue
+        for i, places in _places_of(chosen):
             with self.stats.waiting():
                 block = draw_block(self.sources[i], len(places), self._offsets[i], int(number[places[0]]))
             if len(block) < len(places):
@@ -362,6 +361,10 @@ class Blend(SampleSource):
         joined = SampleBlock.concatenate(blocks)
         by_place = np.argsort(np.concatenate(order), kind="stable") if order else np.zeros(0, dtype=np.int64)
         return joined.select(by_place), spent
+
+    def _length_of(self, index: int) -> int | None:
+        source = self.sources[index]
+        return source.num_remaining() if isinstance(source, SampleSource) else None
 
     def _source_ended(self, index: int) -> None:
         if self.stop == "cycle":
@@ -393,3 +396,10 @@ class Blend(SampleSource):
         return SampleBlock(
             block.readers, block.reader_index, block.sample_ids, block.seqlens, block.num_loss_tokens, refs
         )
+
+
+def _places_of(chosen: Int64Array) -> Iterator[tuple[int, Int64Array]]:
+    """The sources in ``chosen``, rising, each with the places it has there."""
+    order = np.argsort(chosen, kind="stable")
+    sources, begins = np.unique(chosen[order], return_index=True)
+    return zip(sources.tolist(), np.split(order, begins[1:]), strict=True) if len(chosen) else iter(())
