@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
             raise FormatError(f"{args.measurements}: {error}") from None
         notes: dict[str, Any] = {"measurements": args.measurements}
         print(
-            "tdp: note: measurements say nothing of the exchange of K and V: layers and kv_bytes are 0 in the file, and "
+            "tdp: note: measurements say nothing of the exchange of K and V: layers and kv_bytes are 0 in the file and "
             "context parallelism costs no communication until you fill them in",
             file=sys.stderr,
         )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -64,10 +66,14 @@ def test_the_drawing_of_the_pack_and_of_its_slices() -> None:
 
 
 def test_the_example_runs() -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
-    scope: dict[str, object] = {}
-    exec(code, scope)
+    scope: dict[str, Any] = {}
+    for code in re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL):
+        exec(code, scope)
     result = scope["batches"]
     assert isinstance(result, tuple)
     assert sum(int(batch.loss_mask.sum()) for batch in result) == 3 + 1 + 4
     assert all("advantage" in batch.extras for batch in result)
+    ends = (0, 5, 7, 15)
+    assert [part.tolist() for part in scope["per_sample"]] == [
+        list(range(2 * begin, 2 * end, 2)) for begin, end in itertools.pairwise(ends)
+    ]
