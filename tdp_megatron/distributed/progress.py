@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ class Cause:
     step: int
     text: str
     """The rank, the step and the error."""
+    number: int
+    """How many causes the rank had told before: one that is taken back and told again is another."""
 
 
 class Progress:
@@ -43,8 +46,11 @@ class Progress:
         # Without a store errors only lose the rank's number.
         store = default_store()
         self._store = None if store is None else PrefixStore(name, store)
-        self._told: dict[str, int] = {}
-        """Causes told and not yet taken back, by who told them."""
+        self._told: dict[str, str] = {}
+        """Notes of causes told and not yet taken back, by who told them."""
+        self._number = 0
+        # Or a watch could tell again what is being taken back.
+        self._telling = threading.Lock()
 
     @property
     def has_store(self) -> bool:
@@ -64,36 +70,56 @@ class Progress:
             cause: the error.
             teller: who takes it back; there may be several pipelines, of which one goes on while another has failed.
         """
-        self._told[teller] = self._told.get(teller, 0) + 1
-        if self._add("causes", 1) == 1:
-            self._set("cause_place", f"{self._rank} {step}")
-            self._set("first_cause", f"rank {self._rank} failed in step {step}: {cause}")
+        with self._telling:
+            if teller not in self._told:
+                text = f"rank {self._rank} failed in step {step}: {cause}"
+                text = text.encode(errors="backslashreplace").decode()  # it may hold the name of a file
+                self._told[teller] = f"{self._rank} {step} {self._number}\n{text}"
+                self._number += 1
+            self._replace_cause("", self._told[teller])
 
     def take_back(self, teller: str = "") -> None:
         """Note that ``teller`` goes on after all; where it has told no cause, nothing is sent."""
-        count = self._told.pop(teller, 0)
-        if count:
-            self._add("causes", -count)
-            self._set("first_cause", "")
+        with self._telling:
+            note = self._told.pop(teller, None)
+            if note is not None:
+                self._replace_cause(note, next(iter(self._told.values()), ""))
+
+    def tell_again(self) -> None:
+        """Note what this rank has told and not taken back, where another's cause came first and has been taken back."""
+        if self._told:
+            with self._telling:
+                for note in self._told.values():
+                    self._replace_cause("", note)
 
     def read_cause(self) -> Cause | None:
         """The first cause, when some rank has told one."""
-        text = self._get("first_cause")
-        place = self._get("cause_place") if text else None
-        if not text or not place:
+        note = self._get("first_cause")
+        if not note:
             return None
-        rank, step = place.split()
-        return Cause(int(rank), int(step), text)
+        place, text = note.split("\n", 1)
+        rank, step, number = map(int, place.split())
+        return Cause(rank, step, text, number)
 
-    def confirm_cause(self) -> None:
-        """Note that this rank knows the first cause."""
-        self._add("confirmed", 1)
+    def confirm_cause(self, cause: Cause) -> None:
+        """Note that this rank knows the cause."""
+        self._add(_confirmed(cause), 1)
 
-    def await_confirmations(self, num_ranks: int, timeout_s: float) -> None:
-        """Wait until that many ranks have confirmed some cause, or the time is over."""
+    def await_confirmations(self, num_ranks: int, timeout_s: float) -> bool:
+        """Wait until that many ranks have confirmed the first cause, or the time is over.
+
+        Returns:
+            Whether they have.
+        """
         deadline = time.monotonic() + timeout_s
-        while self._add("confirmed", 0) < num_ranks and time.monotonic() < deadline and self.has_store:
+        while self.has_store:
+            cause = self.read_cause()
+            if cause is not None and self._add(_confirmed(cause), 0) >= num_ranks:
+                return True
+            if time.monotonic() >= deadline:
+                break
             time.sleep(_POLL_SECONDS)
+        return False
 
     def explain(self, step: int) -> tuple[str, bool]:
         """Note that this rank failed in ``step``, and say why: the first cause, or who did not get there or vanished.
@@ -107,9 +133,9 @@ class Progress:
         deadline = time.monotonic() + _GRACE_SECONDS
         silent = list(range(self._count))
         while silent and time.monotonic() < deadline:
-            cause = self._get("first_cause")
-            if cause:
-                return cause, True
+            cause = self.read_cause()
+            if cause is not None:
+                return cause.text, True
             silent = [r for r in silent if self._get(f"failed/{r}") is None]
             if silent:
                 time.sleep(_POLL_SECONDS)
@@ -124,6 +150,15 @@ class Progress:
         if int(begun) < step:
             return f"rank {rank} is missing: it began step {begun}, not step {step}"
         return f"rank {rank} vanished in step {begun}"
+
+    def _replace_cause(self, note: str, by: str) -> None:
+        """Note another first cause, or none, if ``note`` is still the first."""
+        store = self._store
+        try:
+            if store is not None:
+                store.compare_set("first_cause", note, by)  # "" also stands for a key that was never set
+        except RuntimeError:
+            self._store = None
 
     def _add(self, key: str, count: int) -> int:
         store = self._store  # another thread may find it gone meanwhile
@@ -148,3 +183,7 @@ class Progress:
         except RuntimeError:
             self._store = None
             return None
+
+
+def _confirmed(cause: Cause) -> str:
+    return f"confirmed/{cause.rank}/{cause.number}"

@@ -88,13 +88,14 @@ class Watch:
         while not self._stop.wait(self._interval):
             if not dist.is_initialized():
                 return
+            self._progress.tell_again()
             cause = self._progress.read_cause()
             if not self._progress.has_store:
                 return
             if cause is not None and cause.rank == self._rank:
                 cause = None
             if cause is not None and cause != self._cause:
-                self._progress.confirm_cause()
+                self._progress.confirm_cause(cause)
                 logger.error("%s; rank %d cannot go on without it", cause.text, self._rank)
                 seen = None
             self._cause = cause

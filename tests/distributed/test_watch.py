@@ -16,6 +16,8 @@ from torchdata.nodes import BaseNode, IterableWrapper
 
 from tdp_megatron.distributed import DpCpGroups
 from tdp_megatron.distributed import watch as watch_module
+from tdp_megatron.distributed.host_group import HostGroup
+from tdp_megatron.distributed.progress import Progress
 from tdp_megatron.errors import ExchangeError
 from tdp_megatron.nodes import Loader, Pack, Prefetch, Reroute
 from tdp_megatron.testing import RankFailure, run_ranks
@@ -242,3 +244,116 @@ def test_the_culprit_hears_nothing_of_itself(caplog: pytest.LogCaptureFixture) -
     results = run_ranks(body, 3, timeout_s=40)
     assert results[1] == ("OSError: disk gone", [])
     assert results[0][1] == [f"{CAUSE}; rank 0 cannot go on without it"]
+
+
+def wait_until(condition: Callable[[], bool]) -> bool:
+    """Whether it came true; the limit is only there to end a test that fails."""
+    deadline = time.monotonic() + 10
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return condition()
+
+
+def in_turns(rank: int, *acts: Callable[[], Any]) -> Any:
+    """Let rank i do the i-th act, one after the other; its result."""
+    result = None
+    for turn, act in enumerate(acts):
+        if turn == rank:
+            result = act()
+        dist.barrier()
+    return result
+
+
+def told_rank(progress: Progress) -> int | None:
+    cause = progress.read_cause()
+    return None if cause is None else cause.rank
+
+
+@pytest.mark.parametrize("recovers", [0, 1])
+def test_of_two_ranks_that_fail_one_recovers_and_the_other_is_still_known(recovers: int) -> None:
+    """Rank 0 tells first; the cause that stays is that of the rank that does not recover."""
+
+    def body(rank: int, world: int) -> str:
+        host = HostGroup(range(world), timeout_s=30)
+        host.watch("train")
+
+        def fail() -> None:
+            host._progress.tell_cause(2, f"disk {rank} gone", "train")
+
+        in_turns(rank, fail, fail)
+        if rank == recovers:
+            host.watch("train")
+        dist.barrier()
+        watch = host._watch
+        assert watch is not None
+        error = ""
+        if rank != 1 - recovers:
+            wait_until(lambda: watch._cause is not None and watch._cause.rank == 1 - recovers)
+            with pytest.raises(ExchangeError) as caught:
+                host.raise_if_told(2)
+            error = str(caught.value)
+        dist.barrier()
+        return error
+
+    culprit = 1 - recovers
+    told = f"rank {culprit} failed in step 2: disk {culprit} gone"
+    assert run_ranks(body, 3, timeout_s=40) == ["" if rank == culprit else told for rank in range(3)]
+
+
+def test_only_its_own_rank_takes_a_cause_back_and_may_tell_it_again() -> None:
+    def body(rank: int, world: int) -> list[int | None]:
+        first, second = (Progress([0, 1], place, "group") for place in (0, 1))
+        seen = []
+        for act in (
+            lambda: first.tell_cause(2, "disk gone"),
+            lambda: second.tell_cause(2, "disk gone"),
+            second.take_back,
+            first.take_back,
+            lambda: first.tell_cause(2, "disk gone"),
+        ):
+            act()
+            seen.append(told_rank(first))
+        return seen
+
+    assert run_ranks(body, 1, timeout_s=40) == [[0, 0, 0, None, 0]]
+
+
+def test_a_cause_of_several_pipelines_of_a_rank_stays_until_all_go_on() -> None:
+    def body(rank: int, world: int) -> list[int | None]:
+        progress = Progress(range(world), rank, "group")
+        progress.tell_cause(2, "disk gone", "train")
+        progress.tell_cause(2, "disk gone", "valid")
+        seen = [told_rank(progress)]
+        for teller in ("train", "valid"):
+            progress.take_back(teller)
+            seen.append(told_rank(progress))
+        return seen
+
+    assert run_ranks(body, 1, timeout_s=40) == [[0, 0, None]]
+
+
+def test_a_cause_that_is_no_utf_8_is_told() -> None:
+    def body(rank: int, world: int) -> str:
+        progress = Progress(range(world), rank, "group")
+        progress.tell_cause(2, "no file \udcff\nin folder")
+        return progress.explain(2)[0]
+
+    assert run_ranks(body, 1, timeout_s=40) == ["rank 0 failed in step 2: no file \\udcff\nin folder"]
+
+
+def test_who_has_confirmed_a_cause_that_was_taken_back_has_not_confirmed_the_next() -> None:
+    def body(rank: int, world: int) -> list[bool]:
+        progress = Progress([0, 1], 0, "group")
+        other = Progress([0, 1], 1, "group")
+        arrived = []
+        for confirms in (True, False, True):
+            progress.tell_cause(2, "disk gone")
+            cause = other.read_cause()
+            assert cause is not None
+            if confirms:
+                other.confirm_cause(cause)
+            arrived.append(progress.await_confirmations(1, 0.2))
+            progress.take_back()
+        return arrived
+
+    assert run_ranks(body, 1, timeout_s=40) == [[True, False, True]]
