@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -15,7 +16,7 @@ from tdp_megatron.errors import ExchangeError
 
 __all__ = ["HostGroup"]
 
-#: How long a failed rank whose process may hold the store waits for the others to have read the cause.
+#: How long a failed rank whose process may hold the store waits at least for the others to have read the cause.
 _FAREWELL_SECONDS = 3.0
 
 
@@ -69,7 +70,8 @@ class HostGroup:
         self._progress.take_back(teller)
         alone = self.size == 1 or not self._progress.has_store
         if not alone and (self._watch is None or not self._watch.is_running):
-            self._watch = Watch(self._progress, self.rank, self.size, self.timeout_s)
+            self._watch = Watch(self._progress, self.rank, self.timeout_s)
+            weakref.finalize(self, self._watch.stop)
         self.note_use()
 
     def note_use(self) -> None:
@@ -102,5 +104,6 @@ class HostGroup:
             if not isinstance(error, StopIteration):
                 self._progress.tell_cause(step, f"{type(error).__name__}: {error}", teller)
                 if self._watch is not None and dist.is_initialized() and dist.get_rank() == 0:
-                    self._progress.await_confirmations(self.size - 1, _FAREWELL_SECONDS)
+                    farewell_s = max(_FAREWELL_SECONDS, 2 * self._watch.interval_s)
+                    self._progress.await_confirmations(self.size - 1, farewell_s)
             raise

@@ -1,7 +1,7 @@
 """``Watch``: a thread that learns why another rank failed while this one waits for it in the training loop.
 
 Ranks that read by plan meet in no collective of ours. A rank that fails notes the first cause in the job's store; here
-it is looked up once a second, so that a step pays nothing for it.
+it is looked up about once a second, so that a step pays nothing for it.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ __all__ = ["Watch"]
 
 logger = logging.getLogger(__name__)
 
+_THREAD_NAME = "tdp-watch"
 _POLL_SECONDS = 1.0
-#: Questions per second that the one store answers for all ranks.
+#: Questions per second that the one store answers for all ranks and groups of the job.
 _POLLS_PER_SECOND = 500
 
 #: A collective of ours ends by itself after the same time-out, and with a better message.
@@ -46,26 +47,36 @@ class Watch:
     Args:
         progress: the group's notes.
         rank: this process's place in the group.
-        num_ranks: of the group.
         timeout_s: how long the threads may stand still, seconds.
     """
 
-    def __init__(self, progress: Progress, rank: int, num_ranks: int, timeout_s: float) -> None:
+    def __init__(self, progress: Progress, rank: int, timeout_s: float) -> None:
         self._progress = progress
         self._rank = rank
         self._timeout_s = timeout_s
-        self._interval = max(_POLL_SECONDS, num_ranks / _POLLS_PER_SECOND)
+        self._num_ranks = dist.get_world_size()
         self._cause: Cause | None = None
         self._came = 0
+        self._stopped = False
         self._stop = threading.Event()
         self._pid = os.getpid()
-        self._thread = BackgroundThread(self._run, name="tdp-watch", stop=self._stop)
+        self._thread = BackgroundThread(self._run, name=_THREAD_NAME, stop=self._stop)
         self._thread.start()
 
     @property
     def is_running(self) -> bool:
-        """Whether there is a thread; not in a fork of the process, nor when the store is gone."""
-        return self._pid == os.getpid() and self._thread.is_alive()
+        """Whether there is a thread; not in a fork of the process, nor when stopped or when the store is gone."""
+        return not self._stopped and self._pid == os.getpid() and self._thread.is_alive()
+
+    @property
+    def interval_s(self) -> float:
+        """Seconds between two looks: one, or what the store can bear with all watches of all ranks of a big job."""
+        num_watches = sum(thread.name == _THREAD_NAME for thread in threading.enumerate())
+        return max(_POLL_SECONDS, self._num_ranks * num_watches / _POLLS_PER_SECOND)
+
+    def stop(self) -> None:
+        """End the thread when it looks next; this takes no lock, so that the garbage collector may call it anywhere."""
+        self._stopped = True
 
     def came(self) -> None:
         """Note that the training loop goes on: it may be in the same place whenever one looks, and yet move."""
@@ -79,14 +90,14 @@ class Watch:
         """
         cause = self._cause
         if cause is not None and cause.step <= step:
-            self._stop.set()  # from here on it is the program's own affair how it ends
+            self.stop()  # from here on it is the program's own affair how it ends
             raise ExchangeError(cause.text)
 
     def _run(self) -> None:
         seen: tuple[int, _Places] | None = None
         moved = 0.0
-        while not self._stop.wait(self._interval):
-            if not dist.is_initialized():
+        while not self._stop.wait(self.interval_s):
+            if self._stopped or not dist.is_initialized():
                 return
             self._progress.tell_again()
             cause = self._progress.read_cause()

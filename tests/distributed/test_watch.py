@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -357,3 +359,34 @@ def test_who_has_confirmed_a_cause_that_was_taken_back_has_not_confirmed_the_nex
         return arrived
 
     assert run_ranks(body, 1, timeout_s=40) == [[True, False, True]]
+
+
+def watch_threads() -> int:
+    return sum(thread.name == "tdp-watch" for thread in threading.enumerate())
+
+
+def test_a_watch_ends_with_its_group() -> None:
+    def body(rank: int, world: int) -> tuple[int, bool]:
+        hosts = [HostGroup(range(world), timeout_s=30) for _ in range(3)]
+        for host in hosts:
+            host.watch("")
+        before = watch_threads()
+        del hosts[1:], host
+        gc.collect()
+        return before, wait_until(lambda: watch_threads() == 1)
+
+    assert run_ranks(body, 2, timeout_s=40) == [(3, True)] * 2
+
+
+def test_the_store_is_asked_less_often_the_more_ranks_and_groups_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    def body(rank: int, world: int) -> list[float]:
+        hosts = [HostGroup(ranks, timeout_s=30) for ranks in ((0, 1, 2), (0, 1, 2), (0, 1)) if rank in ranks]
+        monkeypatch.setattr(watch_module, "_POLLS_PER_SECOND", 30)
+        intervals = []
+        for host in hosts:
+            host.watch("")
+            assert host._watch is not None
+            intervals.append(round(host._watch.interval_s, 6))
+        return intervals
+
+    assert run_ranks(body, 3, timeout_s=40) == [[0.1, 0.2, 0.3], [0.1, 0.2, 0.3], [0.1, 0.2]]
