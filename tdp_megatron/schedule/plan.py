@@ -318,11 +318,6 @@ class Plan:
         microbatch = int(np.searchsorted(self.rank_ops(first_rank), op))
         return first_rank, microbatch, int(self.padded_lengths[self.op_offsets[op] : entry].sum())
 
-    @property
-    def op_num_tokens(self) -> Int64Array:
-        """Padded tokens of each op's sequences, tail excluded, int64 [m]."""
-        return _segment_sums(self.padded_lengths, self.op_offsets)
-
     def digest(self) -> str:
         """SHA-256 of layout, lengths and ops in hexadecimal: the same on all ranks or they disagree."""
         cached = self._cache.get("digest")

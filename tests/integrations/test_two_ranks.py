@@ -76,14 +76,18 @@ def torchrun(script: Path, code: str, *arguments: str) -> None:
     assert done.returncode == 0, done.stderr[-4000:]
 
 
+def require(*packages: str) -> None:
+    for package in packages:
+        pytest.importorskip(package, reason=f"{package} is not installed: pip install tdp-megatron[integrations]")
+
+
 def test_accelerate(
     page_code: Callable[[str], str],
     run_page: Callable[[str], dict[str, Any]],
     prefix: str,
     tmp_path: Path,
 ) -> None:
-    pytest.importorskip("accelerate", reason="accelerate is not installed: pip install tdp-megatron[integrations]")
-    pytest.importorskip("transformers", reason="transformers is not installed: pip install tdp-megatron[integrations]")
+    require("accelerate", "transformers")
     torchrun(tmp_path / "loop.py", page_code("huggingface.md") + ACCELERATE, prefix, str(tmp_path))
     result = json.loads((tmp_path / "result.json").read_text())
     alone = run_page("huggingface.md")["train"]
@@ -98,8 +102,7 @@ def test_trainer(
     prefix: str,
     tmp_path: Path,
 ) -> None:
-    pytest.importorskip("accelerate", reason="accelerate is not installed: pip install tdp-megatron[integrations]")
-    pytest.importorskip("transformers", reason="transformers is not installed: pip install tdp-megatron[integrations]")
+    require("accelerate", "transformers")
     torchrun(tmp_path / "loop.py", page_code("huggingface.md") + TRAINER, prefix, str(tmp_path))
     result = json.loads((tmp_path / "result.json").read_text())
     assert result["ranks"] == 2
@@ -118,7 +121,7 @@ def test_lightning(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    pytest.importorskip("lightning", reason="lightning is not installed: pip install tdp-megatron[integrations]")
+    require("lightning")
     torchrun(tmp_path / "loop.py", page_code("lightning.md") + LIGHTNING, prefix, str(tmp_path))
     ranks = [json.loads((tmp_path / f"result{rank}.json").read_text()) for rank in (0, 1)]
     for result in ranks:
