@@ -76,7 +76,7 @@ def schedule(
         together: integers [n]; sequences with the same key share a microbatch, -1 for no key.
         apart: integers [n]; sequences with the same key do not share a microbatch, -1 for no key.
         limits: fields of ``Limits`` (``equal_count``, ``microbatches_multiple``,
-            ``max_sequences_per_microbatch``), and options of the algorithm (``strict`` of ``dp_balanced``).
+            ``max_sequences_per_microbatch``), and options of the algorithm (``strict`` of Megatron's).
 
     Returns:
         A plan with at least one microbatch on every rank.

@@ -94,9 +94,22 @@ def test_options_reach_the_native_core():
         Mode("free"),
         Limits(),
     )
-    for options in ({"pad": "before"}, {"pad": "after"}):
+    for options in ({"pad": "before"}, {"pad": "after"}, {"strict": True}):
         assert default_dynamic_cp(problem, **options) == default_dynamic_cp_reference(problem, **options)
     assert outcome(dp_balanced, problem, strict=True) == outcome(dp_balanced_reference, problem, strict=True)
+
+
+@settings(max_examples=100, deadline=None)
+@given(problem=problems())
+def test_strict_dynamic_cp_is_the_default_or_an_error(problem):
+    strict = outcome(default_dynamic_cp, problem, strict=True)
+    assert strict == outcome(default_dynamic_cp_reference, problem, strict=True)
+    plan = default_dynamic_cp(problem)
+    if isinstance(strict, str):
+        assert any(op.is_dummy for op in plan.ops)
+    else:
+        assert strict == plan
+        assert len(problem.seqlens) == 0 or not any(op.is_dummy for op in plan.ops)
 
 
 @settings(max_examples=50, deadline=None)

@@ -230,6 +230,38 @@ def test_default_dynamic_cp_pads_as_asked():
         schedule([1], layout, algorithm="default_dynamic_cp", pad="never")
 
 
+def test_default_dynamic_cp_gives_nobody_nothing_to_do_and_strict_says_where_megatron_fails():
+    dynamic = {"algorithm": "default_dynamic_cp"}
+    # No CP size holds all six ranks, so that the groups of two stay as they are.
+    layout = ParallelLayout(6, 1, 64, cp_sizes=(1, 2), tail_multiple=2)
+    with pytest.raises(ScheduleError, match=r"rank 2 has nothing to do .*CP sizes are \[1, 2\], there are 6 ranks"):
+        schedule([40], layout, strict=True, **dynamic)
+    plan = schedule([40], layout, **dynamic)
+    validate(plan, equal_count=True)
+    assert plan.ops[0].ranks == range(2)
+    assert schedule([40] * 6, layout, strict=True, **dynamic) == schedule([40] * 6, layout, **dynamic)
+    # A sequence on all ranks cannot be parted from another.
+    layout = ParallelLayout(4, 1, 64, cp_sizes=(1, 2, 4), tail_multiple=2)
+    with pytest.raises(ScheduleError, match="number of microbatches cannot be made a multiple of 2"):
+        schedule([250], layout, strict=True, microbatches_multiple=2, **dynamic)
+    plan = schedule([250], layout, microbatches_multiple=2, **dynamic)
+    validate(plan, equal_count=True, microbatches_multiple=2)
+    assert schedule([], layout, strict=True, **dynamic).num_microbatches(0) == 1
+
+
+def test_default_dynamic_cp_takes_all_ranks_where_widening_leaves_some():
+    layout = ParallelLayout(8, 1, 64, cp_sizes=(1, 8), tail_multiple=2)
+    plan = schedule([40, 30], layout, algorithm="default_dynamic_cp", strict=True)
+    assert [(op.first_rank, op.cp_size, op.sample_ids) for op in plan.ops] == [(0, 8, (0, 1))]
+
+
+def test_default_dynamic_cp_does_not_widen_what_padding_would_bring_above_the_cap():
+    # 30 sequences of one token are 30 tokens on one rank and 120 on two.
+    layout = ParallelLayout(2, 1, 30, cp_sizes=(1, 2), tail_multiple=2)
+    plan = schedule([30] + [1] * 30, layout, algorithm="default_dynamic_cp")
+    validate(plan, equal_count=True)
+
+
 def test_auto_takes_no_options():
     with pytest.raises(TypeError, match="auto has no options, got strict"):
         schedule([1], ParallelLayout(1), strict=True)

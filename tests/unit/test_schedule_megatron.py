@@ -30,6 +30,24 @@ def test_dynamic_cp_gives_a_long_sample_to_more_ranks():
     assert sorted(i for ids in groups[1] for i in set(ids)) == [6, 6, 7, 7]
 
 
+def test_dynamic_cp_places_as_megatron_does():
+    """By hand: the oldest group that stays below the busiest, then the narrowest widened, oldest first."""
+    samples = list(enumerate([128, 96, 64, 48, 32, 24, 16, 8]))
+    scheduler = DefaultDynamicCPScheduler(64, cp_size=2, dp_size=2)
+    first = [[0], [0], [1, 4], [1, 4]]
+    assert scheduler.get_groups_and_subsamples(samples) == [first, [[2], [2], [3, 6], [5, 7]]]
+    # The last one is halved, and both halves take all ranks.
+    scheduler = DefaultDynamicCPScheduler(64, 2, 2, microbatch_group_size_per_vp_stage=3)
+    assert scheduler.get_groups_and_subsamples(samples) == [first, [[3, 6], [3, 6], [5, 7], [5, 7]], [[2]] * 4]
+
+
+def test_dynamic_cp_lets_a_group_work_longer_than_the_tallest_sample_up_to_the_cap():
+    # The tallest works 200 on each of two ranks, the two after it 128 + 98; the most would be 1.05 * 20 * 16.
+    scheduler = DefaultDynamicCPScheduler(16, cp_size=1, dp_size=4)
+    groups = scheduler.get_groups_and_subsamples([(0, 20), (1, 16), (2, 14), (3, 4), (4, 4), (5, 2)])
+    assert groups == [[[0, 3, 4, 5]] * 2 + [[1, 2]] * 2]
+
+
 def test_a_sample_above_the_cap_is_named():
     with pytest.raises(ScheduleError, match="sequence 0 has 17 tokens, the limit is 16"):
         DpBalancedScheduler(16, cp_size=1, dp_size=2).get_groups_and_subsamples([(9, 17)])
