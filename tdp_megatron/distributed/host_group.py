@@ -50,10 +50,14 @@ class HostGroup:
         return len(self.global_ranks)
 
     def begin_step(self, step: int) -> None:
+        """Note for the other ranks that this one has begun ``step``, and watch for their failures."""
+        self.note_step(step)
+        self.watch("")
+
+    def note_step(self, step: int) -> None:
         """Note for the other ranks that this one has begun ``step``."""
         self.step = step
         self._progress.begin(step)
-        self.watch("")
 
     def explain_failure(self) -> tuple[str, bool]:
         """Why a collective failed, which takes seconds, and whether that is a cause some rank has told."""

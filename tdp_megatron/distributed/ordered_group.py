@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from tdp_megatron.distributed.restarts import attempt_name
+from tdp_megatron.errors import ExchangeError
 
 __all__ = ["default_store", "new_ordered_group"]
 
@@ -26,6 +27,9 @@ def new_ordered_group(ranks: Sequence[int], **options: Any) -> dist.ProcessGroup
     Args:
         ranks: torch.distributed ranks in any order.
         **options: of ``torch.distributed.new_group``.
+
+    Raises:
+        ExchangeError: some of them have not called this within the time-out; the message names them.
     """
     if list(ranks) != sorted(ranks):
         options["sort_ranks"] = False  # torch sorts by default, which would renumber the members
@@ -63,9 +67,9 @@ def _one_name(ranks: tuple[int, ...], timeout: timedelta) -> Iterator[None]:
     if me == ranks[0]:
         # One member reads them all: as many reads by every member would be too much for a store of a thousand ranks.
         keys = [str(rank) for rank in ranks]
-        store.wait(keys, timeout)
+        _await(store, keys, timeout, ranks)
         store.set("most", str(max(int(count) for count in store.multi_get(keys))))
-    store.wait(["most"], timeout)
+    _await(store, ["most"], timeout, ranks)
     fillers = [
         dist.new_group([me], use_local_synchronization=True, backend="gloo")
         for _ in range(int(store.get("most")) - len(names))
@@ -75,3 +79,16 @@ def _one_name(ranks: tuple[int, ...], timeout: timedelta) -> Iterator[None]:
     finally:
         for filler in fillers:
             dist.destroy_process_group(filler)
+
+
+def _await(store: Store, keys: list[str], timeout: timedelta, ranks: tuple[int, ...]) -> None:
+    try:
+        store.wait(keys, timeout)
+    except RuntimeError as error:
+        absent = [rank for rank in ranks if not store.check([str(rank)])]
+        if not absent:
+            raise
+        raise ExchangeError(
+            f"making a process group of the ranks {list(ranks)}: ranks {absent} did not come within "
+            f"{timeout.total_seconds():g} s. Look at their own first errors"
+        ) from error

@@ -16,6 +16,7 @@ from tdp_megatron.distributed.collectives import all_gather_rows
 from tdp_megatron.types import ParallelLayout
 
 if TYPE_CHECKING:
+    from tdp_megatron.loops.scatter_back import ReturnGroups
     from tdp_megatron.loops.session import PackingSession
 
 __all__ = ["LoopGroups", "known_groups", "membership"]
@@ -55,6 +56,8 @@ class LoopGroups:
         self._cp_group = cp_group
         self.sessions: list[PackingSession] = []
         """Sessions that use these groups, numbered alike on all ranks; one at a time works, in the same order."""
+        self.returns: ReturnGroups | None = None
+        """Groups for outputs, made when some are first sent back."""
 
     @property
     def rank(self) -> int:

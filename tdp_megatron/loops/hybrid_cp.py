@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
 from tdp_megatron.distributed import Exchange
+from tdp_megatron.distributed.scatter_back import PlacedOutputs, SampleReaders
 from tdp_megatron.loops.checks import check_state
 from tdp_megatron.loops.config import LoopConfig
 from tdp_megatron.loops.groups import LoopGroups
+from tdp_megatron.loops.scatter_back import readers_of, scatter_back
 from tdp_megatron.loops.session import LocalSamples, read_microbatches
 from tdp_megatron.ops import RankSpans
 from tdp_megatron.schedule import schedule
 from tdp_megatron.schedule.plan import Plan
+from tdp_megatron.schedule.scatter_back import RankOutputs
 from tdp_megatron.types import Int64Array, ParallelLayout
 
 __all__ = ["HybridCPDataLoaderWrapper"]
@@ -63,6 +66,7 @@ class HybridCPDataLoaderWrapper:
         )
         self._exchange = Exchange(self.groups.dp_cp)
         self._step = 0
+        self._given: tuple[Plan, SampleReaders] | None = None  # of the last global batch
         self._failure: Exception | None = None
 
     def __iter__(self) -> HybridCPDataLoaderWrapper:
@@ -133,12 +137,43 @@ class HybridCPDataLoaderWrapper:
             device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
             if device is not None:
                 tensors = {key: tensor.to(device, non_blocking=True) for key, tensor in tensors.items()}
+            self._given = plan, readers_of(samples.refs, self.groups)
             begins = (np.cumsum(lengths) - lengths).tolist()
             mapped: dict[int, dict[str, Any]] = {}
             for i, begin, length in zip(mine.tolist(), begins, lengths.tolist(), strict=True):
                 mapped[i] = {key: tensor[begin : begin + length] for key, tensor in tensors.items()}
                 mapped[i].update(values[i])
             return mapped, _groups_of(plan)
+
+    def scatter_back(self, outputs: Mapping[int, torch.Tensor] | None = None) -> list[torch.Tensor]:
+        """What the model computed per token of the last global batch, back at the samples; all ranks call it.
+
+        Args:
+            outputs: by number, those of this rank's samples: [n, ...] or [1, n, ...] of the whole sample where it runs
+                on one rank, else of this rank's slice of it, which was padded to a multiple of 2 * cp_size tokens; any
+                dtype. None on TP ranks other than 0.
+
+        Returns:
+            On all ranks of a data-parallel rank, one tensor [seqlen, ...] per sample that its data iterator gave, in
+            that order, on the CPU.
+
+        Raises:
+            RuntimeError: there was no global batch yet.
+            TypeError, ValueError: outputs that are no tensors, or do not fit this rank's samples.
+            ExchangeError: that has happened on another rank, or a rank is gone or late.
+        """
+        given, rank = self._given, self.groups.rank
+
+        def look(who: str) -> PlacedOutputs | None:
+            if self.data_iterator is None:
+                return None
+            if given is None:
+                raise RuntimeError("there was no global batch yet whose outputs could be sent back")
+            return _placed(given[0], rank, {} if outputs is None else outputs, who)
+
+        step = None if given is None else self._step - 1
+        plan, readers = (None, None) if given is None else given
+        return scatter_back(self.groups, step, plan, readers, look)
 
     def state_dict(self) -> dict[str, Any]:
         """Steps given, and the data iterator's own state, if it has one."""
@@ -157,7 +192,7 @@ class HybridCPDataLoaderWrapper:
         """
         check_state(state, self.VERSION, ("step",))
         self._step = state["step"]
-        self._failure = None
+        self._given = self._failure = None
         load = getattr(self.data_iterator, "load_state_dict", None)
         if load is not None and state.get("data") is not None:
             load(copy.deepcopy(state["data"]))
@@ -178,3 +213,25 @@ def _groups_of(plan: Plan) -> list[list[list[int]]]:
         for rank in op.ranks:
             groups[group][rank].extend(op.sample_ids)
     return groups
+
+
+def _placed(plan: Plan, rank: int, outputs: Mapping[int, torch.Tensor], who: str) -> PlacedOutputs:
+    """A rank's outputs by sample, each at its place in the rank's packs."""
+    lengths: dict[int, int] = {}
+    begins: list[int] = []
+    end = 0
+    for number in plan.rank_ops(rank).tolist():
+        op, at = plan.ops[number], end
+        for i, padded in zip(op.sample_ids, op.padded_lengths, strict=True):
+            lengths[i] = padded // op.cp_size
+            begins.append(at)
+            at += lengths[i]
+        end += int(plan.op_tokens_per_rank[number])
+    if outputs.keys() != lengths.keys():
+        raise ValueError(
+            f"{who} has outputs of the samples {sorted(outputs)[:8]}, the plan gives it {sorted(lengths)[:8]}: "
+            f"missing {sorted(lengths.keys() - outputs.keys())[:8]}, "
+            f"not its own {sorted(outputs.keys() - lengths.keys())[:8]}"
+        )
+    of_rank = RankOutputs.of_parts([outputs[i] for i in lengths], list(lengths.values()), who)
+    return PlacedOutputs(of_rank, np.array(begins, dtype=np.int64))

@@ -23,7 +23,7 @@ from tdp_megatron.loops.microbatch import lengths_of, samples_of
 from tdp_megatron.ops import allocate_pack, build_pack_table, packed_batches
 from tdp_megatron.reading import FlatSamples, read_block
 from tdp_megatron.samples import MappingReader, block_from_items
-from tdp_megatron.schedule import schedule
+from tdp_megatron.schedule import Plan, schedule
 from tdp_megatron.types import Int64Array, PackedBatch
 
 __all__ = [
@@ -52,6 +52,12 @@ class LoopStep:
     """Sum of real lengths over the global batch, tokens."""
     seqlen_squared_sum: int
     """Sum of their squares."""
+    number: int
+    """Number of the step."""
+    plan: Plan
+    """Who runs what, the same on every rank."""
+    refs: Int64Array
+    """int64 [N, 2], (dp_rank that read the sample, its number there) of each sample of the plan."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -330,6 +336,9 @@ class PackingSession:
             has_tokens=bundle.buffers is not None,
             seqlen_sum=sum(seqlens),
             seqlen_squared_sum=sum(s * s for s in seqlens),
+            number=self._step,
+            plan=bundle.plan,
+            refs=bundle.refs,
         )
 
     def state_dict(self) -> dict[str, Any]:

@@ -11,10 +11,12 @@ import torch
 import torch.distributed as dist
 
 from tdp_megatron.distributed.collectives import all_gather_rows
+from tdp_megatron.distributed.scatter_back import PlacedOutputs
 from tdp_megatron.errors import ExchangeError
 from tdp_megatron.loops.checks import check_reader
 from tdp_megatron.loops.config import LoopConfig
 from tdp_megatron.loops.groups import LoopGroups, membership
+from tdp_megatron.loops.scatter_back import readers_of, scatter_back
 from tdp_megatron.loops.session import LoopStep, PackingSession, settle_all
 from tdp_megatron.types import PackedBatch
 
@@ -40,6 +42,36 @@ class PackedIterator(Iterator[PackedBatch]):
 
     def __len__(self) -> int:
         return len(self.step.batches)
+
+    def scatter_back(self, outputs: torch.Tensor | Sequence[torch.Tensor] | None = None) -> list[torch.Tensor]:
+        """What the model computed per token in this step, back at the samples, pads left out; all ranks call it.
+
+        The next step may be in the making meanwhile, and later ones may have been handed out.
+
+        Args:
+            outputs: on the last pipeline stage, [T, ...] or [1, T, ...] of this rank's microbatches one after the
+                other, or a list of them, one per microbatch; any dtype. With CP each rank gives its slice, as the
+                microbatch was cut. TP ranks have the same outputs, and those other than 0 may give None, which they
+                compare with nothing. Other pipeline stages' are not looked at.
+
+        Returns:
+            On all ranks of a data-parallel rank, those of other TP ranks and pipeline stages included, one tensor
+            [seqlen, ...] per sample its data iterator gave for this step, in that order, on the CPU.
+
+        Raises:
+            TypeError, ValueError: outputs that are no tensors, or do not fit this rank's microbatches.
+            ExchangeError: that has happened on another rank, ranks ask for different steps, or a rank is gone or late.
+        """
+        step, groups = self.step, self.session.groups
+        may_miss = outputs is None and groups.tp_rank > 0
+        return scatter_back(
+            groups,
+            step.number,
+            step.plan,
+            readers_of(step.refs, groups),
+            lambda who: None if may_miss else PlacedOutputs.of(step.plan, groups.rank, outputs, who),
+            source=groups.sessions.index(self.session),
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """State of the session: the position after this step."""

@@ -6,12 +6,11 @@ from tdp_megatron.ops.batch_buffers import BatchBuffers, RowBuffers, row_specs
 from tdp_megatron.ops.buffers import PackBuffers, PackedTensors, allocate_pack, packed_batches
 from tdp_megatron.ops.gather import gather_pack, pack
 from tdp_megatron.ops.metadata import LossSpans, PackMetadata
-from tdp_megatron.ops.pack_table import PackTable, RankSpans, build_pack_table, build_rank_spans, build_tables
 from tdp_megatron.ops.pads import DEFAULT_PADS, MEGATRON_PADS, PadRules
 from tdp_megatron.ops.partition import cp_partition_indices
 from tdp_megatron.ops.raw_tokens import pack_raw_tokens
-from tdp_megatron.ops.scatter_back import scatter_back
 from tdp_megatron.ops.views import PackedSeqParams
+from tdp_megatron.schedule.pack_table import PackTable, RankSpans, build_pack_table, build_rank_spans, build_tables
 
 __all__ = [
     "DEFAULT_PADS",
@@ -36,5 +35,4 @@ __all__ = [
     "pack_raw_tokens",
     "packed_batches",
     "row_specs",
-    "scatter_back",
 ]

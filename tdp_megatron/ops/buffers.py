@@ -12,7 +12,7 @@ import torch
 
 from tdp_megatron import _C
 from tdp_megatron.ops.buffer_pool import BufferPool
-from tdp_megatron.ops.pack_table import PackTable
+from tdp_megatron.schedule.pack_table import PackTable
 from tdp_megatron.schedule.plan import Plan
 from tdp_megatron.types import IGNORE_LABEL, Int64Array, PackedBatch
 

@@ -12,9 +12,9 @@ from tdp_megatron.ops.buffers import PackedTensors, packed_batches
 from tdp_megatron.ops.gather_native import gather_native
 from tdp_megatron.ops.gather_reference import gather_reference
 from tdp_megatron.ops.metadata import LossSpans, PackMetadata
-from tdp_megatron.ops.pack_table import build_pack_table
 from tdp_megatron.ops.pads import DEFAULT_PADS, PadRules
 from tdp_megatron.ops.triton_present import has_triton
+from tdp_megatron.schedule.pack_table import build_pack_table
 from tdp_megatron.schedule.plan import Plan
 from tdp_megatron.types import Int64Array, PackedBatch
 

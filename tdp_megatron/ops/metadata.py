@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from tdp_megatron.ops.buffers import cu_seqlens_of
-from tdp_megatron.ops.pack_table import PackTable
+from tdp_megatron.schedule.pack_table import PackTable
 from tdp_megatron.schedule.plan import Plan
 from tdp_megatron.types import Int64Array
 

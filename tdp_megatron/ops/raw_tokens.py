@@ -11,8 +11,8 @@ import torch
 from tdp_megatron.ops.buffers import packed_batches
 from tdp_megatron.ops.gather import Backend, gather_pack
 from tdp_megatron.ops.metadata import PackMetadata
-from tdp_megatron.ops.pack_table import PackTable
 from tdp_megatron.ops.pads import PadRules
+from tdp_megatron.schedule.pack_table import PackTable
 from tdp_megatron.schedule.plan import Plan
 from tdp_megatron.types import PackedBatch, RawTokenReader, SampleBlock
 

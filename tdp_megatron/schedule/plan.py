@@ -318,6 +318,28 @@ class Plan:
         microbatch = int(np.searchsorted(self.rank_ops(first_rank), op))
         return first_rank, microbatch, int(self.padded_lengths[self.op_offsets[op] : entry].sum())
 
+    def scatter_back(self, outputs: Sequence[Any]) -> list[Any]:
+        """What was computed per packed token, as one array per sequence of the global batch, pads left out.
+
+        For outputs of all ranks in one process. Where they lie on their ranks, ``scatter_back`` of
+        ``tdp_megatron.distributed``, and of what ``wrap_data_iterator`` returns, are collective calls.
+
+        Args:
+            outputs: per DP x CP rank, its outputs [T, ...] or [1, T, ...] of all its microbatches one after the other,
+                or a list of them, one per microbatch: torch tensors on any device, or NumPy arrays. Gradients pass. If
+                nothing but packs of one token leaves it open, [1, 1] is [1, T].
+
+        Returns:
+            Per sequence [seqlen, ...], in the order of the global batch, on the device of rank 0's outputs.
+
+        Raises:
+            TypeError: outputs of a rank that are no arrays, or of several dtypes.
+            ValueError: outputs of the wrong number of ranks, microbatches or tokens, or that differ between ranks.
+        """
+        from tdp_megatron.schedule.scatter_back import scatter_back  # it goes by plans
+
+        return scatter_back(self, outputs)
+
     def digest(self) -> str:
         """SHA-256 of layout, lengths and ops in hexadecimal: the same on all ranks or they disagree."""
         cached = self._cache.get("digest")

@@ -91,3 +91,32 @@ def test_megatrons_own_groups_are_found() -> None:
     assert ranks[0] == ranks[1]
     assert ranks[2] == ranks[3]
     assert sorted(t for rank in ranks[::2] for pack in rank for t in pack) == [0, 0, 1, 1, 10, 10, 11, 11]
+
+
+def test_log_probabilities_come_back_to_the_samples(
+    run_page: Callable[[str], dict[str, Any]], packed_attention: type, no_compile: None
+) -> None:
+    """The same on one rank, packed, and on two; and those of each sample by itself, without packing."""
+    pytest.importorskip("megatron.core", reason="megatron-core is not installed", exc_type=ImportError)
+    log_probabilities = run_page("megatron-loop.md")["log_probabilities"]
+    generator = torch.Generator().manual_seed(3)
+    samples = [{"tokens": torch.randint(1, 250, (n,), generator=generator)} for n in (5, 40, 1, 17, 30, 9, 2, 11)]
+
+    def body(rank: int, world: int) -> list[list[float]]:
+        model, config, groups = make_model(packed_attention)
+        mine = samples[rank * len(samples) // world : (rank + 1) * len(samples) // world]
+        step = len(mine) // 2
+        back = []
+        source = iter(mine)
+        for _ in range(2):
+            back += log_probabilities(source, model, config, groups, num_microbatches=step)
+        alone = [log_probabilities(iter([s]), model, config, groups, num_microbatches=1)[0] for s in mine]
+        assert [len(t) for t in back] == [len(s["tokens"]) for s in mine]
+        for packed, by_itself in zip(back, alone, strict=True):
+            torch.testing.assert_close(packed[:-1], by_itself[:-1], rtol=1e-4, atol=1e-5)
+        return [t[:-1].tolist() for t in back]
+
+    (one,) = run_ranks(body, 1)
+    first, second = run_ranks(body, 2)
+    for got, wanted in zip(first + second, one, strict=True):
+        assert got == pytest.approx(wanted, rel=1e-3)

@@ -12,9 +12,9 @@ import torch
 
 from tdp_megatron.ops.gather import Backend, gather_pack, pack
 from tdp_megatron.ops.metadata import LossSpans, PackMetadata
-from tdp_megatron.ops.pack_table import build_pack_table
 from tdp_megatron.ops.pads import PadRules
 from tdp_megatron.ops.triton_present import is_new_enough
+from tdp_megatron.schedule.pack_table import build_pack_table
 from tdp_megatron.schedule.plan import Plan, PlanOp
 from tdp_megatron.types import ParallelLayout
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tdp_megatron.schedule.plan import Plan
 from tdp_megatron.types import Int64Array
+
+if TYPE_CHECKING:
+    from tdp_megatron.schedule.plan import Plan
 
 __all__ = ["PackTable", "RankSpans", "build_pack_table", "build_rank_spans", "build_tables"]
 
