@@ -2,6 +2,7 @@
 #include <pybind11/pybind11.h>
 
 namespace tdp {
+void register_blend_changing(pybind11::module_& m);
 void register_columns(pybind11::module_& m);
 void register_gather(pybind11::module_& m);
 void register_indices(pybind11::module_& m);
@@ -19,6 +20,7 @@ void register_schedule(pybind11::module_& m);
 PYBIND11_MODULE(_C, m, pybind11::mod_gil_not_used()) {
     m.doc() = "Native kernels: index build, blend, gather. NumPy arrays in and out, no copies, GIL released.";
     tdp::register_indices(m);
+    tdp::register_blend_changing(m);
     tdp::register_instant(m);
     tdp::register_map(m);
     tdp::register_random(m);

@@ -46,6 +46,23 @@ def blend_continue(
     n: int,
     stop: Callable[[], None] | None = None,
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]: ...
+def blend_weighted(
+    weights: npt.NDArray[np.float64],
+    targets: npt.NDArray[np.float64],
+    counts: npt.NDArray[np.int64],
+    active: npt.NDArray[np.bool_],
+    stop: Callable[[], None] | None = None,
+) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]: ...
+def blend_linear(
+    points: npt.NDArray[np.float64],
+    rows: npt.NDArray[np.float64],
+    targets: npt.NDArray[np.float64],
+    counts: npt.NDArray[np.int64],
+    active: npt.NDArray[np.bool_],
+    position: int,
+    n: int,
+    stop: Callable[[], None] | None = None,
+) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]: ...
 def blend_exhaustive(
     sizes: npt.NDArray[np.int64], stop: Callable[[], None] | None = None
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]: ...

@@ -46,6 +46,8 @@ class Node(BaseNode[T]):
     POSITION_KEY = "position"
     SOURCE_KEY = "source"
     VERSION = 1
+    #: Versions before VERSION whose states it still reads.
+    READS_VERSIONS: tuple[int, ...] = ()
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,6 +65,12 @@ class Node(BaseNode[T]):
     def is_open(self) -> bool:
         """Whether it has been reset once, so that its files are open."""
         return self._is_open
+
+    @property
+    def is_its_position(self) -> bool:
+        """Whether its state is its position, beside what never changes."""
+        own = type(self)
+        return own.get_state is Node.get_state and own._source_state is Node._source_state
 
     def fingerprint(self) -> dict[str, Any]:
         """What a saved state must agree with: JSON values that decide the order of the data, and nothing per rank."""
@@ -139,7 +147,7 @@ class Node(BaseNode[T]):
         if self.SOURCE_KEY in wanted and state[self.SOURCE_KEY] is None:
             # It would begin the source anew and repeat what has been trained on.
             raise StateMismatchError(f"{name}: the saved state of the source is None")
-        if state[self.VERSION_KEY] != self.VERSION:
+        if state[self.VERSION_KEY] not in (self.VERSION, *self.READS_VERSIONS):
             raise StateMismatchError(
                 f"{name}: the saved state has version {state[self.VERSION_KEY]!r}, this library reads {self.VERSION}"
             )

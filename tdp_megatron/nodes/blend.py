@@ -26,6 +26,7 @@ from tdp_megatron.nodes.base import (
     require_node,
     skip_samples,
 )
+from tdp_megatron.nodes.source_states import SourceStates
 from tdp_megatron.types import Int64Array, SampleBlock
 
 __all__ = ["Blend", "SourceReport", "Stop"]
@@ -35,7 +36,9 @@ logger = logging.getLogger(__name__)
 #: What happens when a source has nothing left.
 Stop = Literal["first_exhausted", "all_exhausted", "cycle"]
 
-_SKIP_CHUNK = 1 << 20
+# Draws looked through at once while samples are passed over: at first, and at most; and drawn where a source may end.
+_FIRST_CHUNK, _LAST_CHUNK = 1 << 12, 1 << 18
+_SKIP_DRAWS = 1 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +77,8 @@ class Blend(SampleSource):
         ValueError, TypeError: bad weights; the message names the source and the value.
     """
 
+    VERSION = 2
+    READS_VERSIONS = (1,)
     SOURCES_KEY = "sources"
     COUNTS_KEY = "counts"
     EXHAUSTED_KEY = "exhausted"
@@ -124,6 +129,8 @@ class Blend(SampleSource):
             self.weights = check_weights(given, [self._name(i) for i in range(len(self.sources))])
         self.num_samples = num_samples
         self.stop: Stop = stop
+        # A source that is begun again is not where its count is.
+        self._states = SourceStates(self.sources, positions_follow=stop != "cycle")
         self._offsets = np.cumsum([0] + [leaf_count(s) for s in self.sources])[:-1].tolist()
 
     def _name(self, index: int) -> str:
@@ -192,16 +199,16 @@ class Blend(SampleSource):
         self._counts: Int64Array = np.zeros(k, dtype=np.int64)
         self._targets: npt.NDArray[np.float64] = np.zeros(k)
         self._exhausted: set[int] = set()
+        self._states.reset()
         if state is None:
             for source in self.sources:
                 source.reset(None)
         else:
-            states = state.get(self.SOURCES_KEY)
             saved = state.get(self.COUNTS_KEY)
-            if not isinstance(states, list) or not isinstance(saved, list) or len(states) != k or None in states:
-                raise StateMismatchError(f"Blend: the saved state has no states of {k} sources")
-            if len(saved) != k or not all(type(count) is int and 0 <= count < 2**63 for count in saved):
+            if not isinstance(saved, list) or not all(type(count) is int and 0 <= count < 2**63 for count in saved):
                 raise StateMismatchError(f"Blend: the saved counts are {saved}; expected {k} integers from 0 up")
+            if len(saved) != k:
+                raise StateMismatchError(f"Blend: there are {len(saved)} saved counts; expected {k} integers from 0 up")
             self._counts[:] = saved
             exhausted = state.get(self.EXHAUSTED_KEY) if self.stop == "all_exhausted" else []
             if not isinstance(exhausted, list) or not all(type(i) is int and 0 <= i < k for i in exhausted):
@@ -214,9 +221,10 @@ class Blend(SampleSource):
                 if len(targets) != k or not np.isclose(sum(targets), position, rtol=1e-6, atol=1e-6):
                     raise StateMismatchError(f"Blend: the saved targets {targets} are not those of {position} samples")
                 self._targets[:] = targets
-            total = int(self._counts.sum())
+            total = sum(saved)
             if total != position:
                 raise StateMismatchError(f"Blend: the counts sum to {total}, the position is {position}")
+            states = self._states.load(state.get(self.SOURCES_KEY), saved)
             for i, (source, source_state) in enumerate(zip(self.sources, states, strict=True)):
                 source.reset(source_state)
                 # One that has been begun again counts anew.
@@ -234,10 +242,7 @@ class Blend(SampleSource):
         self._active = np.flatnonzero(positive)
 
     def _source_state(self) -> dict[str, Any]:
-        state: dict[str, Any] = {
-            self.COUNTS_KEY: [int(c) for c in self._counts],
-            self.SOURCES_KEY: [source.state_dict() for source in self.sources],
-        }
+        state: dict[str, Any] = {self.COUNTS_KEY: self._counts.tolist(), self.SOURCES_KEY: self._states.save()}
         if self.stop == "all_exhausted":
             state[self.EXHAUSTED_KEY] = sorted(self._exhausted)
         if self.schedule is not None:
@@ -273,94 +278,114 @@ class Blend(SampleSource):
         return SampleBlock.concatenate(blocks)
 
     def _skip(self, n: int) -> None:
-        lengths = [self._length_of(i) for i in range(len(self.sources))]
-        if self._instant is not None:
-            counts = self._instant.counts(self._at + n)
-            wanted = (counts - self._counts).tolist()
-            if all(length is not None and length >= w for length, w in zip(lengths, wanted, strict=True)):
-                for source, count in zip(self.sources, wanted, strict=True):
-                    skip_samples(source, count)
-                self._counts, self._at = counts, self._at + n
-                return
-        if any(lengths[i] != ENDLESS for i in self._active):
-            # Where sources end, who gives which sample depends on it: go through the draws.
-            while n > 0:
-                block = self._take(min(n, _SKIP_CHUNK))
+        while n > 0:
+            n -= self._pass_over(n)
+            if n:  # a source may end, or tells nothing: who gives which sample depends on it
+                block = self._take(min(n, _SKIP_DRAWS))
                 if not len(block):
                     raise BeyondEndError(f"the blend ends at sample {self._at}; {n} more were to be passed over")
                 n -= len(block)
-            return
-        before = self._counts.copy()
-        while n > 0:
-            part = min(n, _SKIP_CHUNK)
-            _, _, self._counts, self._targets = self._choose(part)
-            self._at += part
-            n -= part
-        for i, source in enumerate(self.sources):
-            skip_samples(source, int(self._counts[i] - before[i]))
 
-    def _choose(self, n: int) -> tuple[Int64Array, Int64Array, Int64Array, npt.NDArray[np.float64]]:
-        """Sources of the next n samples and their running numbers, and counts and targets after them."""
+    def _pass_over(self, n: int) -> int:
+        """Pass over up to n samples, as many as the sources are known to have; how many those were."""
+        if self.num_samples is not None:
+            n = min(n, self.num_samples - self._at)
+        if self._ended or not len(self._active):
+            return 0
+        lengths = [self._length_of(i) for i in range(len(self.sources))]
+        least = np.array([0 if length is None else length for length in lengths], dtype=np.int64)
+        chunk = n if self._instant is not None else _FIRST_CHUNK
+        at, end, counts, targets = self._at, self._at + n, self._counts, self._targets
+        while at < end and chunk:
+            part = min(chunk, end - at)
+            if self._instant is None:
+                _, _, counts_after, targets_after = self._choose(part, at, counts, targets)
+            else:
+                counts_after, targets_after = self._instant.counts(at + part), targets
+            if (counts_after - self._counts <= least).all():
+                at, counts, targets = at + part, counts_after, targets_after
+                chunk = min(2 * chunk, _LAST_CHUNK)
+            else:
+                chunk = part // 4
+        # The sources move last, so that nothing has changed when Ctrl-C ends the search, which may be long.
+        passed, wanted = at - self._at, counts - self._counts
+        for i in np.flatnonzero(wanted).tolist():
+            skip_samples(self.sources[i], int(wanted[i]))
+        self._at, self._counts, self._targets = at, counts, targets
+        return passed
+
+    def _choose(
+        self, n: int, at: int, counts: Int64Array, targets: npt.NDArray[np.float64]
+    ) -> tuple[Int64Array, Int64Array, Int64Array, npt.NDArray[np.float64]]:
+        """Sources of the n samples from ``at`` on and their running numbers, and counts and targets after them."""
         active = self._active
         if self._instant is not None:
-            chosen, number = self._instant.locate(np.arange(self._at, self._at + n, dtype=np.int64))
-            return chosen, number, self._instant.counts(self._at + n), self._targets
-        counts = self._counts.copy()
+            chosen, number = self._instant.locate(np.arange(at, at + n, dtype=np.int64))
+            return chosen, number, self._instant.counts(at + n), targets
+        counts = counts.copy()
         if self.schedule is None:
             mine = np.ascontiguousarray(counts[active])
-            choice, number = _C.blend_continue(np.ascontiguousarray(self._normalised[active]), mine, self._at, n)
+            choice, number = _C.blend_continue(np.ascontiguousarray(self._normalised[active]), mine, at, n)
             counts[active] = mine
-            return active[choice], number, counts, self._targets
-        targets = self.schedule.targets(self._at, self._at + n, self._targets)
-        offered = np.zeros((n, len(self.sources)), dtype=bool)
-        offered[:, active] = self.schedule.weights(self._at, self._at + n)[:, active] > 0
-        offered[~offered.any(axis=1)] = np.isin(np.arange(len(self.sources)), active)
-        masked = np.where(offered, targets, -np.inf)
-        chosen = np.empty(n, dtype=np.int64)
-        number = np.empty(n, dtype=np.int64)
-        for j in range(n):
-            source = int(np.argmax(masked[j] - counts))
-            chosen[j] = source
-            number[j] = counts[source]
-            counts[source] += 1
-        return chosen, number, counts, targets[-1] if n else self._targets
+            return active[choice], number, counts, targets
+        targets = targets.copy()
+        offered = np.isin(np.arange(len(self.sources)), active)
+        choice, number = self.schedule.draw(at, n, targets, counts, offered)
+        return choice.astype(np.int64), number, counts, targets
 
     def _draw(self, n: int) -> tuple[SampleBlock, int | None]:
         """The next samples up to n, and the source that has none left for the sample after them, if that is so."""
-        chosen, number, counts, targets = self._choose(n)
+        before = (self._at, self._counts, self._targets)
+        chosen, number, counts, targets = self._choose(n, *before)
         # Only sources that are drawn from are looked at: there may be thousands of others.
-        lengths = {i: self._length_of(i) for i in np.unique(chosen).tolist()}
-        if n > 1 and None in lengths.values():
-            # A source that cannot say what it has left: nothing may be drawn in vain.
-            n = 1
-            chosen, number, counts, targets = self._choose(n)
+        places_of = dict(_places_of(chosen))
+        lengths = {i: self._length_of(i) for i in places_of}
         spent: int | None = None
         end = n
-        for i, places in _places_of(chosen):
+        for i, places in places_of.items():
             length = lengths[i]
             if length is not None and len(places) > length and places[length] < end:
                 end, spent = int(places[length]), i
-        if end < n:
-            chosen, number, counts, targets = self._choose(end)
+        # Those that cannot say what they have left come first, in the order of their samples: where one ends, nothing
+        # behind that place may have been drawn.
+        untold = np.flatnonzero(np.isin(chosen, [i for i, length in lengths.items() if length is None]))
+        runs = np.split(untold, np.flatnonzero(np.diff(chosen[untold])) + 1) if len(untold) else []
         blocks: list[SampleBlock] = []
         order: list[Int64Array] = []
-        for i, places in _places_of(chosen):
-            with self.stats.waiting():
-                block = draw_block(self.sources[i], len(places), self._offsets[i], int(number[places[0]]))
+        for run in runs:
+            places = run[run < end]
+            block = self._draw_places(int(chosen[run[0]]), places, number)
+            blocks.append(block)
+            order.append(places[: len(block)])
             if len(block) < len(places):
-                if n > 1:
-                    raise TdpError(
-                        f"source {self._name(i)} gave {len(block)} samples instead of {len(places)}, but its "
-                        f"num_remaining said {lengths[i]}"
-                    )
-                return SampleBlock.concatenate([]), i
-            blocks.append(self._numbered(block, i))
+                end, spent = int(places[len(block)]), int(chosen[run[0]])
+        for i, places in places_of.items():
+            if lengths[i] is None:
+                continue
+            places = places[places < end]
+            block = self._draw_places(i, places, number)
+            if len(block) < len(places):
+                raise TdpError(
+                    f"source {self._name(i)} gave {len(block)} samples instead of {len(places)}, but its "
+                    f"num_remaining said {lengths[i]}"
+                )
+            blocks.append(block)
             order.append(places)
+        if end < n:
+            _, _, counts, targets = self._choose(end, *before)
         self._counts, self._targets = counts, targets
         self._at += end
         joined = SampleBlock.concatenate(blocks)
         by_place = np.argsort(np.concatenate(order), kind="stable") if order else np.zeros(0, dtype=np.int64)
         return joined.select(by_place), spent
+
+    def _draw_places(self, index: int, places: Int64Array, number: Int64Array) -> SampleBlock:
+        """The samples of one source at these places; fewer where it ends."""
+        if not len(places):
+            return SampleBlock.concatenate([])
+        with self.stats.waiting():
+            block = draw_block(self.sources[index], len(places), self._offsets[index], int(number[places[0]]))
+        return self._numbered(block, index)
 
     def _length_of(self, index: int) -> int | None:
         source = self.sources[index]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -166,6 +167,11 @@ def test_what_is_not_a_sample_is_refused(prefixes: list[str]) -> None:
             next(Blend([IterableWrapper([item])]))
 
 
+def version_1(blend: Blend) -> dict[str, Any]:
+    """The state as the first version wrote it: that of each source by itself."""
+    return {**blend.state_dict(), "version": 1, "sources": [source.state_dict() for source in blend.sources]}
+
+
 def test_a_state_that_does_not_add_up_is_refused(prefixes: list[str]) -> None:
     blend = Blend([documents(p) for p in prefixes])
     blend.take(7)
@@ -177,13 +183,14 @@ def test_a_state_that_does_not_add_up_is_refused(prefixes: list[str]) -> None:
     for counts in ([7], [3, 2, 2, 0], [3, 2, 2.0], [8, -1, 0], [2**63, 0, 0], ["3", 2, 2], [True, 3, 3]):
         with pytest.raises(StateMismatchError, match="expected 3 integers from 0 up"):
             Blend([documents(p) for p in prefixes]).reset({**state, "counts": counts})
-    first, *others = state["sources"]
+    old = version_1(blend)
+    first, *others = old["sources"]
     for sources, counts in (
-        ([{**first, "position": 4}, *others], state["counts"]),  # a source elsewhere
-        (state["sources"], state["counts"][::-1]),  # the right sum, the wrong shares
+        ([{**first, "position": 4}, *others], old["counts"]),  # a source elsewhere
+        (old["sources"], old["counts"][::-1]),  # the right sum, the wrong shares
     ):
         with pytest.raises(StateMismatchError, match=r"source 0 .* is at sample \d, but \d samples were drawn"):
-            Blend([documents(p) for p in prefixes]).reset({**state, "sources": sources, "counts": counts})
+            Blend([documents(p) for p in prefixes]).reset({**old, "sources": sources, "counts": counts})
     with pytest.raises(StateMismatchError, match="no states of 3 sources"):
         Blend([documents(p) for p in prefixes]).reset({**state, "sources": []})
 
@@ -376,6 +383,104 @@ def test_skip_to_in_endless_blends(prefixes: list[str], kind: str) -> None:
     assert skipped.state_dict() == drawn.state_dict()
     with pytest.raises(ValueError, match="cannot go back from sample 5000 to 10"):
         skipped.skip_to(10)
+
+
+@pytest.mark.parametrize("order", ["megatron", "instant"])
+@pytest.mark.parametrize("at", [5000, 14_990, 15_000])
+def test_skipping_far_through_sources_that_end(prefixes: list[str], order: Any, at: int) -> None:
+    """Past what is looked through at once, and to where one of them has nothing left."""
+
+    def make() -> Blend:
+        return Blend([documents(p, num_epochs=e) for p, e in zip(prefixes, (500, 250, 1000), strict=True)], order=order)
+
+    drawn, skipped = make(), make()
+    drawn.take(at)
+    skipped.skip_to(at)
+    assert skipped.state_dict() == drawn.state_dict()
+    assert skipped.take(4000).refs.tolist() == drawn.take(4000).refs.tolist()
+    assert skipped.state_dict() == drawn.state_dict()
+
+
+def test_users_sources_are_asked_for_no_more_than_is_drawn(prefixes: list[str]) -> None:
+    """What is drawn in vain is lost; and each is asked for one sample after the other, in the order of the blend."""
+    asked: list[int] = []
+
+    def make() -> Blend:
+        def noted(i: int) -> Any:
+            return lambda sample: (asked.append(i), sample)[1]
+
+        sources: list[Any] = [Mapper(documents(p, num_epochs=1), noted(i)) for i, p in enumerate(prefixes)]
+        return Blend([*sources, documents(prefixes[1])], [3, 2, 1, 2])
+
+    whole = make().take(1000).refs[:, 0].tolist()
+    expected = [i for i in whole if i < 3]
+    assert asked == expected
+    asked.clear()
+    skipped = make()
+    skipped.skip_to(len(whole) - 3)
+    assert asked == [i for i in whole[:-3] if i < 3]
+    assert skipped.take(100).refs[:, 0].tolist() == whole[-3:]
+
+
+def test_ctrl_c_while_it_searches_leaves_a_blend_where_it_was(
+    prefixes: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blend = scheduled(prefixes, "linear", None)
+    blend.take(20)
+    state = blend.state_dict()
+    draw = PiecewiseLinearWeights.draw
+
+    def interrupted(self: Any, begin: int, *arguments: Any) -> Any:
+        if begin > 500_000:
+            raise KeyboardInterrupt
+        return draw(self, begin, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PiecewiseLinearWeights, "draw", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            blend.skip_to(2_000_000)
+    assert blend.state_dict() == state
+    whole = scheduled(prefixes, "linear", None)
+    whole.take(20)
+    assert blend.take(50).refs.tolist() == whole.take(50).refs.tolist()
+
+
+def test_states_of_the_first_version_are_read(prefixes: list[str]) -> None:
+    for make in (lambda: scheduled(prefixes, "linear", None), lambda: ending(prefixes, "cycle", "user")):
+        blend = make()
+        blend.take(31)
+        again = make()
+        again.reset(json.loads(json.dumps(version_1(blend))))
+        assert again.state_dict() == blend.state_dict()
+        assert again.take(40).refs.tolist() == blend.take(40).refs.tolist()
+    with pytest.raises(StateMismatchError, match="Blend: the saved state has version 3, this library reads 2"):
+        make().reset({**blend.state_dict(), "version": 3})
+
+
+def test_the_state_of_a_thousand_sources_is_small_and_its_own(prefixes: list[str]) -> None:
+    def make(first_seed: int = 0) -> Blend:
+        sources: list[Any] = [documents(prefixes[i % 3], seed=first_seed + i // 900) for i in range(1000)]
+        inner = Blend([documents(p) for p in prefixes])
+        return Blend([*sources, Mapper(documents(prefixes[0]), lambda s: s), inner])
+
+    blend = make()
+    blend.take(3000)
+    state = json.loads(json.dumps(blend.state_dict()))
+    assert set(state["sources"]["own"]) == {"1000", "1001"}
+    assert len(json.dumps(state["sources"])) < 40 * 1000
+    again = make()
+    again.reset(state)
+    assert again.state_dict() == blend.state_dict()
+    assert again.take(500).refs.tolist() == blend.take(500).refs.tolist()
+    with pytest.raises(StateMismatchError, match="seed was 0 and is 1"):
+        make(1).reset(state)
+    # A checkpoint that is loaded in place must not change what the next state is made of.
+    loaded = blend.state_dict()
+    columns = loaded["sources"]["alike"]["keys"]["fingerprint"]["keys"]
+    columns["seed"]["each"][0] = 99
+    columns["max_seqlen"]["same"] = 7
+    assert blend.state_dict()["sources"] != loaded["sources"]
+    again.reset(blend.state_dict())
 
 
 def test_skipping_reads_nothing_and_beyond_the_end_is_an_error(prefixes: list[str]) -> None:

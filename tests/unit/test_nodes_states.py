@@ -58,7 +58,16 @@ GRAPHS: dict[str, Callable[[str], BaseNode[Any]]] = {
 DAMAGE = [
     *((name, ("source",), value) for name in GRAPHS if "blend" not in name for value in (None, 3, [])),
     *((name, ("position",), value) for name in GRAPHS for value in (None, -1, 1.5, True, "7")),
-    *((name, ("sources", 0), None) for name in GRAPHS if "blend" in name),
+    *((name, ("sources",), value) for name in GRAPHS if "blend" in name for value in (None, 3, {}, [], [None, None])),
+    *(
+        (name, ("sources", "alike"), value)
+        for name in GRAPHS
+        if "blend" in name
+        for value in (None, [], {}, {"same": 3}, {"each": [{}]}, {"keys": 1}, {"keys": {}}, {"same": {}, "each": []})
+    ),
+    *((name, ("sources", "own"), value) for name in GRAPHS if "blend" in name for value in (None, [], {"7": {}})),
+    ("blend in a circle", ("sources", "own"), {}),
+    *(("blend in a circle", ("sources", "positions"), value) for value in (None, [], [1, 2], ["1"], [-1], [2.0])),
     *((name, ("counts",), value) for name in GRAPHS if "blend" in name for value in (None, [1], [-1, 8], [1.0, 6.0])),
     *(("blend to the end", ("exhausted",), value) for value in (None, 1, "x", {}, [2], [-1], [True])),
     *(("blend that changes", ("targets",), value) for value in (None, [1.0], [0.0, 0.0], ["a", 1], [-1.0, 8.0])),
