@@ -79,6 +79,9 @@ class Node(BaseNode[T]):
     def _open(self) -> None:
         """Expensive work, once."""
 
+    #: Where it begins when there is no saved state.
+    _begins_at = 0
+
     def _restart(self, position: int, state: Mapping[str, Any] | None) -> None:
         """Go to ``position``; ``state`` is this node's saved state, None at the beginning."""
         raise NotImplementedError
@@ -100,7 +103,7 @@ class Node(BaseNode[T]):
             if not self._is_open:
                 self._open()
                 self._is_open = True
-            position = 0 if initial_state is None else self._check(initial_state)
+            position = self._begins_at if initial_state is None else self._check(initial_state)
             self._restart(position, initial_state)
             self._position = position
 
@@ -289,7 +292,13 @@ def draw_block(source: BaseNode[Any], n: int, dataset_id: int, number: int, stri
 
 
 def skip_samples(source: BaseNode[Any], n: int) -> None:
-    """Pass over the next ``n`` samples of any source: at once where it is ours, one by one where it is not."""
+    """Pass over the next ``n`` samples of any source: at once where it is ours, one by one where it is not.
+
+    Raises:
+        BeyondEndError: it has fewer.
+    """
+    if not n:
+        return
     if isinstance(source, SampleSource):
         source.skip_to(source.position + n)
         return

@@ -15,10 +15,11 @@ from tdp_megatron.datasets.readers import TokenFileReader
 from tdp_megatron.errors import StateMismatchError
 from tdp_megatron.nodes.arguments import checked_int, checked_names
 from tdp_megatron.nodes.base import Node, SampleSource, draw_block, require_node, skip_samples
+from tdp_megatron.nodes.left_out import LeftOut
 from tdp_megatron.ops import BatchBuffers, RowBuffers, row_specs
 from tdp_megatron.reading import READERS_AT_ONCE, native_readers, read_spans_by_reader, token_key_specs
 from tdp_megatron.samples import MappingReader
-from tdp_megatron.types import IGNORE_LABEL, SampleBlock
+from tdp_megatron.types import IGNORE_LABEL, Int64Array, SampleBlock
 
 __all__ = ["Batch"]
 
@@ -56,6 +57,10 @@ class Batch(Node[dict[str, Any]]):
             [micro_batch_size, S + 1], the ends of each row's documents, closed by S and filled up with it, and
             ``max_seqlen`` int32 [micro_batch_size], and positions restart at documents: Megatron's option of the same
             name. For samples of token files.
+        consumed_samples: where to begin when there is no saved state, such as Megatron's ``consumed_samples``.
+        skip_samples: ranges (begin, end) of global sample numbers to leave out, such as a stretch that made the loss
+            spike; nothing of them is read, and the samples behind them follow at once. ``Pack``, which keeps whole
+            global batches together, counts those in its ``skip``.
 
     Raises:
         ValueError: a bad argument; at a batch, a sample longer than S.
@@ -76,6 +81,8 @@ class Batch(Node[dict[str, Any]]):
         drop_last: bool = True,
         token_keys: tuple[str, ...] = (),
         inter_document_masking: bool = False,
+        consumed_samples: int = 0,
+        skip_samples: Sequence[tuple[int, int]] = (),
     ) -> None:
         super().__init__()
         require_node(source)
@@ -108,6 +115,9 @@ class Batch(Node[dict[str, Any]]):
         self.drop_last = drop_last
         self.token_keys = checked_names("token_keys", token_keys)
         self.inter_document_masking = inter_document_masking
+        self.consumed_samples = checked_int("consumed_samples", consumed_samples, least=0)
+        self._begins_at = self.consumed_samples
+        self._left_out = LeftOut("skip_samples", skip_samples)
         self._whole = share
         self._buffers: BatchBuffers | None = None
         self._rows: RowBuffers | None = None
@@ -127,7 +137,9 @@ class Batch(Node[dict[str, Any]]):
     def _restart(self, position: int, state: Mapping[str, Any] | None) -> None:
         self._forget_draw()
         self.source.reset(None if state is None else state[self.SOURCE_KEY])
-        if state is not None:
+        if state is None:
+            skip_samples(self.source, position)
+        else:
             ahead = state.get(self.AHEAD_KEY)
             if isinstance(ahead, bool) or not isinstance(ahead, int) or not 0 <= ahead <= position:
                 raise StateMismatchError(f"Batch: {self.AHEAD_KEY} must be a number of samples, found {ahead!r}")
@@ -136,8 +148,10 @@ class Batch(Node[dict[str, Any]]):
 
     def _forget_draw(self) -> None:
         self._block: SampleBlock | None = None
+        self._numbers: Int64Array | None = None
         self._offset = 0
         self._is_plain = False
+        self._is_spent = False
         self._drawn_state = None
         self._drawn_at = 0
 
@@ -157,7 +171,12 @@ class Batch(Node[dict[str, Any]]):
             blocks = max(blocks, _SAMPLES_AHEAD // whole)
         with self.stats.waiting():
             state, position = self.source.state_dict(), self._position
-            block = draw_block(self.source, blocks * whole, 0, position)
+            if self._left_out:
+                block, self._numbers = self._left_out.draw(self.source, blocks * whole, position)
+                # The data may have ended inside a range: the source is then further than what has been handed out.
+                self._is_spent = len(block) < blocks * whole
+            else:
+                block = draw_block(self.source, blocks * whole, 0, position)
         self._block, self._offset, self._drawn_state, self._drawn_at = block, 0, state, position
         self._natives = []
         self._is_plain = (
@@ -171,6 +190,8 @@ class Batch(Node[dict[str, Any]]):
         whole = self._whole
         block = self._block
         if block is None or self._offset >= len(block):
+            if self._is_spent:
+                raise StopIteration
             block = self._draw()
         left = len(block) - self._offset
         if left < whole and (not left or self.drop_last):
@@ -183,7 +204,8 @@ class Batch(Node[dict[str, Any]]):
             batch = self._read(block.select(slice(first, last)))
         used = min(whole, left)
         self._offset += used
-        self._position += used
+        numbers = self._numbers
+        self._position = self._position + used if numbers is None else int(numbers[self._offset - 1]) + 1
         stats = self.stats
         stats.work_seconds += time.perf_counter() - begin
         stats.items += 1
@@ -201,9 +223,11 @@ class Batch(Node[dict[str, Any]]):
         distance = samples - self._position
         if distance < 0:
             raise ValueError(f"Batch: cannot go back from sample {self._position} to microbatch {step}; reset first")
-        drawn = 0 if self._block is None else len(self._block) - self._offset
+        drawn, numbers = 0 if self._block is None else len(self._block) - self._offset, self._numbers
+        if drawn and numbers is not None:  # how far the source is, and how many of those drawn lie before
+            drawn = int(numbers[-1]) + 1 - self._position
         if distance < drawn:
-            self._offset += distance
+            self._offset += distance if numbers is None else int(np.searchsorted(numbers[self._offset :], samples))
         else:
             skip_samples(self.source, distance - drawn)
             self._forget_draw()

@@ -15,6 +15,7 @@ from tdp_megatron.distributed import Exchange, GlobalSamples
 from tdp_megatron.errors import ScheduleError, StateMismatchError
 from tdp_megatron.nodes.arguments import checked_int, checked_names
 from tdp_megatron.nodes.base import BeyondEndError, Node, SampleSource, draw_block, require_node, skip_samples
+from tdp_megatron.nodes.left_out import LeftOut
 from tdp_megatron.nodes.shard import Shard
 from tdp_megatron.ops import allocate_pack, build_pack_table, pack_raw_tokens, packed_batches
 from tdp_megatron.reading import FlatSamples, read_block, read_spans_by_reader, token_key_specs
@@ -167,11 +168,13 @@ class Pack(Node[GlobalBatch]):
                 f"consumed_samples {consumed_samples} is not a multiple of global_batch_size {global_batch_size}; "
                 f"nearest: {lower}, {lower + global_batch_size}"
             )
-        stretches = sorted(_stretch(pair) for pair in skip)
+        left_out = LeftOut("skip", skip)
         self.source = source
         self.layout = layout
         self.consumed_samples = consumed_samples
-        self.skip = tuple(stretches)
+        self.skip = left_out.ranges
+        self._left_out = left_out
+        self._begins_at = consumed_samples // global_batch_size
         self.global_batch_size = global_batch_size
         self.algorithm = algorithm
         self.cost = cost
@@ -195,6 +198,8 @@ class Pack(Node[GlobalBatch]):
         self._ended = False
         self._is_spent = state is not None and self._ends_in_stretch(position, state[self.SOURCE_KEY])
         self.source.reset(None if state is None else state[self.SOURCE_KEY])
+        if state is None:
+            skip_samples(self.source, position * self._share)
 
     def _ends_in_stretch(self, position: int, state: Any) -> bool:
         """Whether the data ended in a stretch that is left out: then nothing of that has been passed over.
@@ -217,12 +222,6 @@ class Pack(Node[GlobalBatch]):
                 "as it was saved, and leave out samples with skip or skip_to of Pack, not of its source"
             )
         return False
-
-    def reset(self, initial_state: dict[str, Any] | None = None) -> None:
-        super().reset(initial_state)
-        if initial_state is None and self.consumed_samples:
-            with self._latched():
-                self.skip_to(self.consumed_samples // self.global_batch_size)
 
     _source_state_keys = ("source",)
 
@@ -265,9 +264,9 @@ class Pack(Node[GlobalBatch]):
     def _next(self) -> GlobalBatch:
         if self._ended:
             raise StopIteration
-        for begin, end in self.skip:
-            if begin <= self._position < end:
-                self._leave_out(end)
+        end, _ = self._left_out.next_run(self._position)
+        if end > self._position:
+            self._leave_out(end)
         batch = self._drawn() if self.exchange is None else self._exchanged(self.exchange)
         self._position += 1
         self.stats.observe("imbalance", imbalance(batch.plan, self.cost or DEFAULT_COST))
@@ -349,16 +348,6 @@ class Pack(Node[GlobalBatch]):
                 samples=samples,
                 local=local,
             )
-
-
-def _stretch(pair: Any) -> tuple[int, int]:
-    try:
-        begin, end = (checked_int("a global batch of skip", number) for number in pair)
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"skip must hold pairs (begin, end) of ints, got {pair!r}") from error
-    if not 0 <= begin <= end:
-        raise ValueError(f"skip must hold (begin, end) with 0 <= begin <= end, got ({begin}, {end})")
-    return begin, end
 
 
 def declare_token_keys(block: SampleBlock, token_keys: tuple[str, ...]) -> None:

@@ -11,7 +11,8 @@ from torchdata.nodes import BaseNode
 
 from tdp_megatron.errors import ScheduleError, StateMismatchError
 from tdp_megatron.nodes.arguments import checked_int, checked_names
-from tdp_megatron.nodes.base import Node, draw_block, require_node
+from tdp_megatron.nodes.base import Node, require_node, skip_samples
+from tdp_megatron.nodes.left_out import LeftOut, draw_numbers
 from tdp_megatron.nodes.pack import GlobalBatch, declare_token_keys
 from tdp_megatron.schedule import CostModel, StreamScheduler, StreamWave, imbalance
 from tdp_megatron.schedule.api import DEFAULT_COST
@@ -39,6 +40,9 @@ class StreamPack(Node[GlobalBatch]):
         cost: cost model; None for the default.
         token_keys: user keys that have one entry per token and are packed like ``tokens``.
         drop_last: whether a last ``GlobalBatch`` of fewer waves is left out.
+        consumed_samples: samples to pass over when there is no saved state; global batches are counted from there.
+        skip_samples: ranges (begin, end) of global sample numbers to leave out; nothing of them is read. They count
+            for ``max_age``, so that what waits goes out behind a long range.
 
     Raises:
         ValueError, TypeError: a bad argument.
@@ -59,6 +63,8 @@ class StreamPack(Node[GlobalBatch]):
         cost: CostModel | None = None,
         token_keys: Sequence[str] = (),
         drop_last: bool = False,
+        consumed_samples: int = 0,
+        skip_samples: Sequence[tuple[int, int]] = (),
     ) -> None:
         super().__init__()
         require_node(source)
@@ -71,6 +77,8 @@ class StreamPack(Node[GlobalBatch]):
         self.cost = DEFAULT_COST if cost is None else cost
         self.token_keys = checked_names("token_keys", token_keys)
         self.drop_last = drop_last
+        self.consumed_samples = checked_int("consumed_samples", consumed_samples, least=0)
+        self._left_out = LeftOut("skip_samples", skip_samples)
         self._scheduler = self._new_scheduler()  # wrong arguments show here, not at the first step
 
     def _new_scheduler(self) -> StreamScheduler:
@@ -99,7 +107,9 @@ class StreamPack(Node[GlobalBatch]):
         # Where the source stood before a sample that still waits: a restart reads on from there.
         self._snapshots: deque[tuple[int, Any]] = deque()
         if state is None:
-            self._snapshots.append((0, self.source.state_dict()))
+            skip_samples(self.source, self.consumed_samples)
+            self._jump_to(self.consumed_samples)
+            self._snapshots.append((self.consumed_samples, self.source.state_dict()))
             return
         buffer = state.get(self.BUFFER_KEY)
         if not isinstance(buffer, Mapping) or not {"first", "arrived", "numbers"} <= buffer.keys():
@@ -116,22 +126,24 @@ class StreamPack(Node[GlobalBatch]):
                 f"StreamPack: the numbers of the saved buffer do not rise from {first} to below {arrived}"
             )
         self._snapshots.append((first, state[self.SOURCE_KEY]))
-        block = self._draw(arrived - first, first)
-        if len(block) < arrived - first:
+        # Some that waited may be left out by now.
+        numbers = numbers[~self._left_out.contains(numbers)]
+        with self.stats.waiting():
+            block = draw_numbers(self.source, numbers, first, arrived)
+        if block is None:
             raise StateMismatchError(
-                f"StreamPack: {arrived} samples had been drawn when the state was saved, the data ends after "
-                f"{first + len(block)}"
+                f"StreamPack: {arrived} samples had been drawn when the state was saved, the data ends before"
             )
-        self._pending = block.select(numbers - first).without_idle_readers()
+        declare_token_keys(block, self.token_keys)
+        self._pending = block.without_idle_readers()
         self._scheduler.load_state_dict(
             {**self._scheduler.state_dict(), "seqlens": self._pending.seqlens, "numbers": numbers, "arrived": arrived}
         )
 
-    def _draw(self, n: int, number: int) -> SampleBlock:
-        with self.stats.waiting():
-            block = draw_block(self.source, n, 0, number)
-            declare_token_keys(block, self.token_keys)
-        return block
+    def _jump_to(self, number: int) -> None:
+        """Let the next sample have this number."""
+        if number != self._scheduler.num_arrived:
+            self._scheduler.load_state_dict({**self._scheduler.state_dict(), "arrived": number})
 
     def _fill(self) -> None:
         """Draw until the window is full or the data ends."""
@@ -141,9 +153,12 @@ class StreamPack(Node[GlobalBatch]):
         arrived = self._scheduler.num_arrived
         if self._snapshots[-1][0] < arrived:
             self._snapshots.append((arrived, self.source.state_dict()))
-        block = self._draw(wanted, arrived)
+        with self.stats.waiting():
+            block, numbers = self._left_out.draw(self.source, wanted, arrived)
+            declare_token_keys(block, self.token_keys)
         self._ended = len(block) < wanted
-        for i, seqlen in enumerate(block.seqlens.tolist()):
+        for i, (seqlen, number) in enumerate(zip(block.seqlens.tolist(), numbers.tolist(), strict=True)):
+            self._jump_to(number)
             try:
                 self._scheduler.put(seqlen)
             except ScheduleError as error:
