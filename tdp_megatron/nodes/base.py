@@ -11,7 +11,7 @@ from torchdata.nodes import BaseNode
 
 from tdp_megatron.errors import StateMismatchError
 from tdp_megatron.nodes.arguments import checked_int
-from tdp_megatron.nodes.early_end import refuse_early_end
+from tdp_megatron.nodes.early_end import refuse_early_end, report_early_end
 from tdp_megatron.samples import block_from_items
 from tdp_megatron.stats import NodeStats
 from tdp_megatron.types import Sample, SampleBlock
@@ -287,6 +287,7 @@ def draw_block(source: BaseNode[Any], n: int, dataset_id: int, number: int, stri
             items.append(next(source))
         except StopIteration as end:
             refuse_early_end(end)
+            report_early_end(source)
             break
     return block_from_items(items, dataset_id, number, stride)
 
@@ -307,4 +308,5 @@ def skip_samples(source: BaseNode[Any], n: int) -> None:
             next(source)
         except StopIteration as end:
             refuse_early_end(end)
+            report_early_end(source)
             raise BeyondEndError(f"{type(source).__name__} ended while {n} of its samples were passed over") from None

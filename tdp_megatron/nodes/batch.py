@@ -117,7 +117,7 @@ class Batch(Node[dict[str, Any]]):
         self.inter_document_masking = inter_document_masking
         self.consumed_samples = checked_int("consumed_samples", consumed_samples, least=0)
         self._begins_at = self.consumed_samples
-        self._left_out = LeftOut("skip_samples", skip_samples)
+        self.left_out = LeftOut("skip_samples", skip_samples)
         self._whole = share
         self._buffers: BatchBuffers | None = None
         self._rows: RowBuffers | None = None
@@ -171,8 +171,8 @@ class Batch(Node[dict[str, Any]]):
             blocks = max(blocks, _SAMPLES_AHEAD // whole)
         with self.stats.waiting():
             state, position = self.source.state_dict(), self._position
-            if self._left_out:
-                block, self._numbers = self._left_out.draw(self.source, blocks * whole, position)
+            if self.left_out:
+                block, self._numbers = self.left_out.draw(self.source, blocks * whole, position)
                 # The data may have ended inside a range: the source is then further than what has been handed out.
                 self._is_spent = len(block) < blocks * whole
             else:

@@ -12,7 +12,7 @@ from torchdata.nodes.loader import LoaderIterator
 
 from tdp_megatron.nodes.base import require_node
 from tdp_megatron.nodes.blend import Blend
-from tdp_megatron.nodes.early_end import refuse_early_end
+from tdp_megatron.nodes.early_end import refuse_early_end, report_early_end
 from tdp_megatron.stats import NodeStats
 
 __all__ = ["Loader", "pipeline_stats"]
@@ -78,6 +78,7 @@ class _CheckedIterator(LoaderIterator[T]):
             item: T = super().next()
         except StopIteration as end:
             refuse_early_end(end)
+            report_early_end(self.loader.root)
             raise
         return item
 

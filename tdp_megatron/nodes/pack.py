@@ -173,7 +173,7 @@ class Pack(Node[GlobalBatch]):
         self.layout = layout
         self.consumed_samples = consumed_samples
         self.skip = left_out.ranges
-        self._left_out = left_out
+        self.left_out = left_out
         self._begins_at = consumed_samples // global_batch_size
         self.global_batch_size = global_batch_size
         self.algorithm = algorithm
@@ -264,7 +264,7 @@ class Pack(Node[GlobalBatch]):
     def _next(self) -> GlobalBatch:
         if self._ended:
             raise StopIteration
-        end, _ = self._left_out.next_run(self._position)
+        end, _ = self.left_out.next_run(self._position)
         if end > self._position:
             self._leave_out(end)
         batch = self._drawn() if self.exchange is None else self._exchanged(self.exchange)

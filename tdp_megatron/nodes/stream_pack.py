@@ -78,7 +78,7 @@ class StreamPack(Node[GlobalBatch]):
         self.token_keys = checked_names("token_keys", token_keys)
         self.drop_last = drop_last
         self.consumed_samples = checked_int("consumed_samples", consumed_samples, least=0)
-        self._left_out = LeftOut("skip_samples", skip_samples)
+        self.left_out = LeftOut("skip_samples", skip_samples)
         self._scheduler = self._new_scheduler()  # wrong arguments show here, not at the first step
 
     def _new_scheduler(self) -> StreamScheduler:
@@ -127,7 +127,7 @@ class StreamPack(Node[GlobalBatch]):
             )
         self._snapshots.append((first, state[self.SOURCE_KEY]))
         # Some that waited may be left out by now.
-        numbers = numbers[~self._left_out.contains(numbers)]
+        numbers = numbers[~self.left_out.contains(numbers)]
         with self.stats.waiting():
             block = draw_numbers(self.source, numbers, first, arrived)
         if block is None:
@@ -154,7 +154,7 @@ class StreamPack(Node[GlobalBatch]):
         if self._snapshots[-1][0] < arrived:
             self._snapshots.append((arrived, self.source.state_dict()))
         with self.stats.waiting():
-            block, numbers = self._left_out.draw(self.source, wanted, arrived)
+            block, numbers = self.left_out.draw(self.source, wanted, arrived)
             declare_token_keys(block, self.token_keys)
         self._ended = len(block) < wanted
         for i, (seqlen, number) in enumerate(zip(block.seqlens.tolist(), numbers.tolist(), strict=True)):
