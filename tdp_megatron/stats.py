@@ -22,9 +22,9 @@ class NodeStats:
     wait_seconds: float = 0.0
     """Time spent waiting for the source."""
     work_seconds: float = 0.0
-    """Time spent in the node itself, the source's included where it is not told apart."""
+    """Time spent in the node itself; in nodes of samples that of their sources included."""
     queue_depth: int = 0
-    """Items ready ahead of the consumer; only ``Prefetch`` has any."""
+    """Items that were ready when the last one was taken; only ``Prefetch`` has any."""
     gauges: dict[str, tuple[float, int]] = field(default_factory=dict)
     """Sum and number of observed values, by name."""
     began: float = field(default_factory=time.perf_counter)
@@ -75,11 +75,14 @@ class _Clock:
 
 
 def flatten_stats(stats: Mapping[str, Any], separator: str = "/") -> dict[str, float]:
-    """The numbers of nested statistics by path; texts and missing values are left out.
+    """The numbers of nested statistics by path; anything else (texts, truth values, missing values) is left out.
 
     Args:
         stats: as ``Loader.stats()`` gives them.
         separator: between the parts of a path.
+
+    Returns:
+        Path -> number, such as ``"Pack/imbalance"``.
     """
     flat: dict[str, float] = {}
     for name, value in stats.items():
@@ -111,7 +114,18 @@ def prometheus_text(stats: Mapping[str, Any], *, prefix: str = "tdp", labels: Ma
         stats: as ``Loader.stats()`` gives them.
         prefix: of the metric names.
         labels: put on every sample, such as ``{"rank": "3"}``.
+
+    Returns:
+        One gauge per kind of number, with the path of the node as label ``node``; lines end with a newline.
+
+    Raises:
+        ValueError: a prefix or a label that Prometheus does not allow, or the label ``node``.
     """
+    if not re.fullmatch(r"[a-zA-Z_:][a-zA-Z0-9_:]*", prefix):
+        raise ValueError(f"prefix must be letters, digits, _ and :, and not begin with a digit; got {prefix!r}")
+    for key in labels or {}:
+        if not re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_]*", key) or key.startswith("__") or key == "node":
+            raise ValueError(f"a label must be letters, digits and _, and neither __... nor node; got {key!r}")
     pairs = ",".join(f'{key}="{_escaped(value)}"' for key, value in (labels or {}).items())
     lines: list[str] = []
     typed: set[str] = set()

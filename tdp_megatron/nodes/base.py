@@ -190,9 +190,10 @@ class SampleSource(Node[Sample]):
         self._take(n)
 
     def skip_to(self, position: int) -> None:
-        """Go on with sample number ``position`` of this node; nothing is read.
+        """Go on with sample number ``position`` of this node; nothing is read, but samples of a user's node are drawn.
 
         Raises:
+            TypeError: it is no integer.
             ValueError: it lies behind the present position, or beyond the end of the data.
         """
         position = checked_int("position", position)
@@ -218,10 +219,10 @@ class SampleSource(Node[Sample]):
         return 1
 
     def take(self, n: int) -> SampleBlock:
-        """The next ``n`` samples as one block, fewer at the end of the data.
+        """The next ``n`` samples as one block, fewer, or none, at the end of the data.
 
         Raises:
-            ValueError: n is negative.
+            ValueError: n is negative. Errors of what is below stay: every later call raises the same one.
         """
         if n < 0:
             raise ValueError(f"n must not be negative, got {n}")

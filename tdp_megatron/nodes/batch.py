@@ -32,7 +32,7 @@ _SAMPLES_AHEAD = 4096
 
 
 class Batch(Node[dict[str, Any]]):
-    """Microbatches ``{"tokens", "labels", "loss_mask", "position_ids"}`` of shape [micro_batch_size, S].
+    """Microbatches of shape [micro_batch_size, S]: tokens, labels, position_ids int64, and loss_mask float32.
 
     The order is that of Megatron's sequential sampler: the samples are cut into blocks of
     ``micro_batch_size * dp_size``, and rank r trains on rows [r * micro_batch_size, (r + 1) * micro_batch_size) of
@@ -63,7 +63,9 @@ class Batch(Node[dict[str, Any]]):
             global batches together, counts those in its ``skip``.
 
     Raises:
-        ValueError: a bad argument; at a batch, a sample longer than S.
+        ValueError, TypeError: a bad argument.
+        ValueError: at a batch, a sample longer than S, samples of one batch with different keys, or samples that do not
+            carry what ``token_keys`` or ``inter_document_masking`` asks for.
     """
 
     AHEAD_KEY = "ahead"
@@ -212,7 +214,7 @@ class Batch(Node[dict[str, Any]]):
         return batch
 
     def skip_to(self, step: int) -> None:
-        """Go on with microbatch ``step``, counted with the present sizes; nothing is read.
+        """Go on with microbatch ``step``, counted with the present sizes and samples left out; nothing is read.
 
         Raises:
             ValueError: it lies behind the present position, or beyond the end of the data.

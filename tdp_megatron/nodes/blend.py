@@ -47,7 +47,7 @@ class SourceReport:
 
     name: str
     requested: float
-    """Its share by weight: now, where weights change."""
+    """Its share by weight, 0 to 1: that of the next sample, where weights change."""
     actual: float
     """Its share of the samples drawn so far; 0 before the first."""
     drawn: int
@@ -65,16 +65,18 @@ class Blend(SampleSource):
     Args:
         sources: nodes of samples: ours, or any that yields ``Sample``s or mappings with ``tokens``.
         weights: one per source, normalised here; None for equal shares; ``"by_size"`` for shares in proportion to
-            the samples of one epoch (our sources only); or a ``WeightSchedule`` for weights that change over
-            training. A source of weight 0 is not drawn from.
-        num_samples: samples in all; None for as many as the sources have.
+            the samples of one epoch (of sources with ``samples_per_epoch``: ``GPTSample``, ``DocumentSample``); or a
+            ``WeightSchedule`` for weights that change over training. A source of weight 0 is not drawn from.
+        num_samples: samples in all, at most; None for as many as the sources have.
         stop: when a source has nothing left, end (``first_exhausted``; an error if ``num_samples`` asks for more), go
             on with the others (``all_exhausted``), or begin it again (``cycle``).
         order: ``"megatron"``, or ``"instant"``: an order of our own in which every source is within one sample of its
             share at every moment, and any position is there at once. Shares are rounded to multiples of 1/720,720.
 
     Raises:
-        ValueError, TypeError: bad weights; the message names the source and the value.
+        ValueError, TypeError: a bad argument; for weights the message names the source and the value.
+        TdpError: at a draw, a source that ended before ``num_samples`` under ``first_exhausted``, that gave fewer
+            samples than it said, or that is empty under ``cycle``.
     """
 
     VERSION = 2
@@ -144,7 +146,9 @@ class Blend(SampleSource):
 
     @property
     def counts(self) -> Int64Array:
-        """Samples drawn from each source so far, int64 [k]."""
+        """Samples drawn from each source so far, int64 [k]; a copy."""
+        if not self._is_open:
+            self.reset(None)
         return self._counts.copy()
 
     def report(self) -> list[SourceReport]:

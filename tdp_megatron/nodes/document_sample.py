@@ -32,7 +32,8 @@ class DocumentSample(SampleSource):
         eod_mask_loss: no loss at positions whose token is ``eod_token``.
 
     Raises:
-        ValueError: a bad argument; at reset, a split without a token, or an overlong document under ``error``.
+        ValueError, TypeError: a bad argument.
+        ValueError: at reset, a split without a token, or an overlong document under ``error``.
     """
 
     def __init__(

@@ -39,7 +39,8 @@ class GPTSample(SampleSource):
             position is there at once. Whole samples only; every epoch has its own order.
 
     Raises:
-        ValueError: a bad argument; at reset, a split too small for one sample.
+        ValueError, TypeError: a bad argument.
+        ValueError: at reset, a split too small for one sample.
     """
 
     def __init__(

@@ -31,6 +31,10 @@ class IndexedRead(SampleSource):
         object_storage_config: where the index of object storage is kept and how the data is read.
         sequences_per_dataset: counts and sizes of the file, or of many by prefix, as ``tdp sequences --with-sizes``
             writes them: then ``GPTSample`` with ``order="instant"`` opens nothing before the first token is needed.
+
+    Raises:
+        ValueError: a bad split; when the file is opened, a dtype that cannot come from ``vocab_size``.
+        FormatError: when the file is opened, it is damaged or none of the format.
     """
 
     def __init__(

@@ -29,6 +29,9 @@ class Loader(TorchdataLoader[T]):
     Args:
         root: last node of the graph.
         restart_on_stop_iteration: begin again after the end; off, because it draws an item in advance.
+
+    Raises:
+        TypeError: root is no node.
     """
 
     def __init__(self, root: BaseNode[T], restart_on_stop_iteration: bool = False) -> None:
@@ -49,8 +52,12 @@ class Loader(TorchdataLoader[T]):
         self._iter_for_state_dict = False
 
     def stats(self) -> dict[str, Any]:
-        """What every node has done: items and tokens (per second, too), waiting and working time, queue depth,
-        imbalance and padding, and requested and actual shares of a blend's sources."""
+        """What every node of the graph has done since it was made, by node.
+
+        Returns:
+            Per node ``NodeStats.as_dict``; for a ``Blend`` also ``"sources"``, one ``SourceReport`` as a dict per
+            source. A node without counters has an empty dict.
+        """
         return pipeline_stats(self.root)
 
     def skip_to(self, step: int) -> None:

@@ -11,7 +11,15 @@ from torchdata.nodes import BaseNode
 
 from tdp_megatron.errors import StateMismatchError
 from tdp_megatron.nodes.arguments import checked_int
-from tdp_megatron.nodes.base import SampleSource, draw_block, leaf_count, require_node
+from tdp_megatron.nodes.base import (
+    ENDLESS,
+    BeyondEndError,
+    SampleSource,
+    draw_block,
+    leaf_count,
+    require_node,
+    skip_samples,
+)
 from tdp_megatron.schedule import CostModel
 from tdp_megatron.schedule.api import DEFAULT_COST
 from tdp_megatron.types import Int64Array, SampleBlock
@@ -30,7 +38,7 @@ def balanced_batches(costs: np.ndarray[Any, np.dtype[np.float64]], num_batches: 
         num_batches: batches.
 
     Returns:
-        int64 [n], places of the samples, batch after batch.
+        int64 [n], places of the samples, batch after batch; inside a batch they rise.
     """
     size = len(costs) // num_batches
     members: list[list[int]] = [[] for _ in range(num_batches)]
@@ -56,6 +64,9 @@ class LookAhead(SampleSource):
         global_batch_size: as in ``Pack``.
         num_batches: global batches in a window.
         cost: what a sequence costs; None for the default model.
+
+    Raises:
+        TypeError, ValueError: a bad argument.
     """
 
     WINDOW_KEY = "window_position"
@@ -110,14 +121,47 @@ class LookAhead(SampleSource):
     def _fill(self) -> SampleBlock:
         if self._window is None:
             self._window_state = self.source.state_dict()
-            size = self.global_batch_size * self.num_batches
             with self.stats.waiting():
-                block = draw_block(self.source, size, 0, self._window_start)
-            if len(block) == size:
+                block = draw_block(self.source, self._window_size, 0, self._window_start)
+            if len(block) == self._window_size:
                 costs = self.cost.sequence_costs(block.seqlens)
                 block = block.select(balanced_batches(costs, self.num_batches))
             self._window = block
         return self._window
+
+    @property
+    def _window_size(self) -> int:
+        return self.global_batch_size * self.num_batches
+
+    def num_remaining(self) -> int | None:
+        left = self.source.num_remaining() if isinstance(self.source, SampleSource) else None
+        if left is None or left == ENDLESS:
+            return left
+        return left + (0 if self._window is None else len(self._window)) - self._used
+
+    def _next_window(self) -> None:
+        """Leave a full window that has been handed out."""
+        self._window_start += self._window_size
+        self._window, self._used = None, 0
+        self._window_state = self.source.state_dict()
+
+    def _skip(self, n: int) -> None:
+        while n > 0:
+            whole = n // self._window_size * self._window_size
+            if whole and not self._used and self._window is None:  # whole windows keep their samples: no need to look
+                skip_samples(self.source, whole)
+                self._window_start += whole
+                self._window_state = self.source.state_dict()
+                n -= whole
+                continue
+            window = self._fill()
+            part = min(n, len(window) - self._used)
+            self._used += part
+            n -= part
+            if self._used == self._window_size:
+                self._next_window()
+            elif n:
+                raise BeyondEndError(f"LookAhead: the data ends; {n} more samples were to be passed over")
 
     def _take(self, n: int) -> SampleBlock:
         blocks: list[SampleBlock] = []
@@ -128,9 +172,7 @@ class LookAhead(SampleSource):
             n -= end - self._used
             self._used = end
             if end == len(window):
-                if len(window) < self.global_batch_size * self.num_batches:
+                if len(window) < self._window_size:
                     break
-                self._window_start += len(window)
-                self._window, self._used = None, 0
-                self._window_state = self.source.state_dict()
+                self._next_window()
         return SampleBlock.concatenate(blocks)

@@ -66,6 +66,10 @@ class GlobalBatch:
             cp_group: process group of a block (first_rank, cp_size).
             device: where the packs are wanted; None for host memory. On a GPU the packs of token files are made there,
                 by one kernel; others are copied there.
+
+        Raises:
+            ValueError: with an exchange, another rank than this process's.
+            ExchangeError: with an exchange, another rank that fails or is late.
         """
         where = torch.device("cpu" if device is None else device)
         if where.type != "cpu":
@@ -124,7 +128,7 @@ class Pack(Node[GlobalBatch]):
         **limits: further arguments of ``schedule``, such as ``equal_count``.
 
     Raises:
-        ValueError: a bad argument.
+        ValueError, TypeError: a bad argument.
         ScheduleError: at a step, a sample that fits no rank; the message names its place in the data.
     """
 

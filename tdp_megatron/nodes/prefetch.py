@@ -32,6 +32,10 @@ class Prefetch(BaseNode[T]):
     Args:
         source: any node; put whole steps or batches through here, not single samples.
         depth: items to keep ready.
+
+    Raises:
+        ValueError, TypeError: a bad argument.
+        RuntimeError: at ``next``, after ``shutdown``.
     """
 
     def __init__(self, source: BaseNode[T], *, depth: int = 2) -> None:

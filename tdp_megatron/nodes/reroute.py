@@ -40,7 +40,9 @@ class Reroute(Node[Step]):
             shards the configuration of the order they deal out; 0 for never.
 
     Raises:
-        ValueError: a bad argument.
+        ValueError, TypeError: a bad argument.
+        TypeError: at a step, a source that gives something else than ``GlobalBatch``es.
+        TdpError: at a step, loss tokens that depend on content on several ranks without ``groups``.
         ExchangeError: at a step, when ranks disagree, fail or are late.
     """
 

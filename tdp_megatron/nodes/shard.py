@@ -25,6 +25,9 @@ class Shard(SampleSource):
         source: the same on every rank.
         rank: this rank.
         num_ranks: ranks that share the order.
+
+    Raises:
+        ValueError, TypeError: a bad argument.
     """
 
     def __init__(self, source: BaseNode[Any], *, rank: int, num_ranks: int) -> None:

@@ -87,6 +87,14 @@ def test_bad_weights(prefixes: list[str], weights: Any, error: type[Exception], 
         Blend([documents(p) for p in prefixes], weights)
 
 
+def test_counts_and_report_before_the_first_draw(prefixes: list[str]) -> None:
+    blend = Blend([documents(p) for p in prefixes])
+    assert blend.counts.tolist() == [0, 0, 0]
+    assert [(r.drawn, r.actual, r.epochs) for r in Blend([documents(p) for p in prefixes]).report()] == [(0, 0, 0)] * 3
+    blend.counts[:] = 5
+    assert blend.counts.tolist() == [0, 0, 0]
+
+
 def test_no_sources() -> None:
     with pytest.raises(ValueError, match="at least one source"):
         Blend([])

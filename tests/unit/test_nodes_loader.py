@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torchdata.nodes import BaseNode, IterableWrapper
+from torchdata.nodes import BaseNode, IterableWrapper, Mapper
 
 from tdp_megatron.errors import StateMismatchError
 from tdp_megatron.nodes import Blend, DocumentSample, IndexedRead, Loader, LookAhead, Pack, Prefetch, Reroute, Shard
@@ -187,6 +187,42 @@ def test_look_ahead_resumes_at_every_step_and_in_blocks_of_any_size(prefixes: li
         assert drawn == whole
 
 
+@pytest.mark.parametrize("start", [0, 7, 40, 47])
+def test_look_ahead_passes_over_windows_without_planning_them(
+    prefixes: list[str], start: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = windows(prefixes).take(200).refs.tolist()
+    for target in (start, start + 3, 79, 80, 81, 119, 120):
+        node = windows(prefixes)
+        assert len(node.take(start)) == start
+        assert node.num_remaining() == 120 - start
+        node.skip_to(target)
+        restored = windows(prefixes)
+        restored.reset(json.loads(json.dumps(node.state_dict())))
+        for one in (node, restored):
+            assert one.num_remaining() == 120 - target
+            assert one.take(200).refs.tolist() == whole[target:]
+    with pytest.raises(ValueError, match="sample 121 is beyond the end"):
+        windows(prefixes).skip_to(121)
+    endless = LookAhead(samples(prefixes, None), global_batch_size=10, num_batches=4)
+    monkeypatch.setattr("tdp_megatron.nodes.look_ahead.balanced_batches", None)
+    endless.skip_to(4_000_000)
+    assert endless.state_dict()["source"]["position"] == 4_000_000
+
+
+def test_look_ahead_over_a_users_node_tells_the_end(prefixes: list[str]) -> None:
+    def make() -> LookAhead:
+        return LookAhead(Mapper(samples(prefixes, 45), lambda s: s), global_batch_size=10, num_batches=2)
+
+    node = make()
+    assert node.num_remaining() is None
+    node.skip_to(43)
+    assert len(node.take(10)) == 2
+    for target in (46, 61):
+        with pytest.raises(ValueError, match="more samples were to be passed over|ended while"):
+            make().skip_to(target)
+
+
 @pytest.mark.parametrize(("dp", "cp"), [(2, 2), (3, 1), (8, 1), (1, 4)])
 def test_windows_and_steps_read_ahead_continue_on_other_ranks(prefixes: list[str], dp: int, cp: int) -> None:
     def run(layout: ParallelLayout, state: Any, count: int) -> tuple[list[Any], Any]:
@@ -269,6 +305,23 @@ def test_writers() -> None:
         "# TYPE tdp_drawn gauge\n"
         'tdp_drawn{node="Blend/sources/0 (a\\"b)",rank="0"} 7\n'
     )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"labels": {"my-rank": "0"}}, "got 'my-rank'"),
+        ({"labels": {"node": "0"}}, "got 'node'"),
+        ({"labels": {"__name__": "x"}}, "got '__name__'"),
+        ({"labels": {"": "x"}}, "got ''"),
+        ({"prefix": "1tdp"}, "got '1tdp'"),
+        ({"prefix": "tdp data"}, "got 'tdp data'"),
+    ],
+)
+def test_names_that_prometheus_does_not_allow(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        prometheus_text({"Pack": {"items": 3}}, **options)
+    assert prometheus_text({}) == "\n"
 
 
 @pytest.mark.distributed
