@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -15,6 +18,7 @@ from tdp_megatron.types import Int64Array, SampleBlock, SampleReader
 __all__ = [
     "READERS_AT_ONCE",
     "FlatSamples",
+    "PackingKeys",
     "native_readers",
     "read_block",
     "read_spans_by_reader",
@@ -157,3 +161,73 @@ def read_block(block: SampleBlock) -> FlatSamples:
     read_spans_by_reader(block, everything, np.zeros_like(everything), block.seqlens, offsets[:-1], arrays)
     columns = {key: _C.Column(array, block.seqlens) for key, array in arrays.items()}
     return FlatSamples(block, specs, columns, values)
+
+
+@dataclass(frozen=True, slots=True)
+class PackingKeys:
+    """User keys, one int64 per sample, that say which samples share a microbatch and which do not."""
+
+    together_key: str | None = None
+    """Samples of a global batch with the same value from 0 up share a microbatch; -1 is no value."""
+    apart_key: str | None = None
+    """Samples with the same value from 0 up are in different microbatches."""
+
+    def __post_init__(self) -> None:
+        for name in ("together_key", "apart_key"):
+            key = getattr(self, name)
+            if key is not None and (not isinstance(key, str) or not key):
+                raise TypeError(f"{name} must be the name of a key of the samples, or None, got {key!r}")
+
+    @property
+    def names(self) -> tuple[tuple[str, str], ...]:
+        """``schedule``'s argument and the samples' key, of each that is set."""
+        pairs = (("together", self.together_key), ("apart", self.apart_key))
+        return tuple((argument, key) for argument, key in pairs if key is not None)
+
+    def read(self, block: SampleBlock) -> Int64Array:
+        """The values of a block's samples, int64 [n, number of keys].
+
+        Raises:
+            ValueError: a sample has no such key, or a value below -1 or above int64.
+            TypeError: a value is no integer.
+        """
+        names = self.names
+        columns = np.zeros((len(block), len(names)), dtype=np.int64)
+        if names:
+            for row, (reader, sample_id) in enumerate(
+                zip(block.reader_index.tolist(), block.sample_ids.tolist(), strict=True)
+            ):
+                values = block.readers[reader].sample_values(sample_id)
+                for column, (argument, key) in enumerate(names):
+                    try:
+                        columns[row, column] = _key_value(values, key)
+                    except (TypeError, ValueError) as error:
+                        source, number = block.refs[row].tolist()
+                        raise type(error)(
+                            f"sample {number} of source {source} {error}; {argument}_key names {key!r}"
+                        ) from None
+        return columns
+
+    def arguments(self, columns: Int64Array) -> dict[str, Any]:
+        """``schedule``'s arguments from the values of all samples, int64 [n, number of keys]."""
+        return {argument: columns[:, i] for i, (argument, _) in enumerate(self.names)}
+
+
+def _key_value(values: Mapping[str, Any], key: str) -> int:
+    if key not in values:
+        raise ValueError(
+            f"has no key {key!r} with one value per sample (token files have none; a Mapper with with_values adds it)"
+        )
+    value = values[key]
+    shape = getattr(value, "shape", None)
+    if shape is not None and math.prod(shape) == 1:
+        value = value.item()
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)
+    except (TypeError, ValueError):
+        number = None
+    if number is None:
+        raise TypeError(f"has the key {key!r} with the value {value!r}, which is no integer")
+    if not -1 <= number < 1 << 63:
+        raise ValueError(f"has the key {key!r} with the value {number}; keys go from 0 to 2^63 - 1, -1 is none")
+    return number

@@ -33,10 +33,10 @@ __all__ = ["Exchange", "GlobalSamples"]
 
 _POOL = BufferPool(8)
 _NO_SAMPLES = TokenFacts(NOTHING_TO_SEND, 0, np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
-#: count, missing, failed, digest of the keys, bits, largest token id
-_HEADER = 6
-#: length, loss tokens, dataset, sample, bytes of values, order, user fact, whether the next token is known
-_COLUMNS = 8
+#: count, missing, failed, digest of the keys, bits, largest token id, facts per sample
+_HEADER = 7
+#: length, loss tokens, dataset, sample, bytes of values, order, whether the next token is known; then the facts
+_COLUMNS = 7
 _ORDER = 5
 
 
@@ -51,7 +51,7 @@ class Exchange:
         self._encoded: list[bytes] = []
         self._form = TokenForm.agree(np.array([0]), np.array([0]))
         self._last_labels: Int64Array = np.zeros(0, dtype=np.int64)
-        self._room = 0
+        self._rooms: dict[int, int] = {}  # by facts per sample, rows that travel with the header
         self.bytes_sent = 0
         """Bytes of samples sent to other ranks so far."""
 
@@ -68,6 +68,7 @@ class Exchange:
         *,
         order: Int64Array | None = None,
         facts: Int64Array | None = None,
+        num_facts: int = 0,
         error: Exception | None = None,
         has_more: Callable[[], bool] = lambda: False,
     ) -> GlobalSamples:
@@ -78,7 +79,8 @@ class Exchange:
             local: this rank's samples; None when reading failed.
             missing: how many items this rank's data ended short of a full step; 0 while it goes on.
             order: int64 [n], sort keys that number the samples of all ranks; None goes round the ranks.
-            facts: int64 [n], one more number per sample that all ranks learn.
+            facts: int64 [n, num_facts], further numbers of each sample that all ranks learn; None when reading failed.
+            num_facts: how many, the same on all ranks.
             error: why reading failed.
             has_more: called when some rank's data ended: whether this rank could read on.
 
@@ -99,8 +101,9 @@ class Exchange:
                 error = failure
         count = 0 if local is None or error is not None else len(local.block)
         what = f"step {step}: gathering lengths"
-        header = [count, missing, int(error is not None), digest, facts_of_tokens.bits, facts_of_tokens.largest]
-        rows = np.zeros((count, _COLUMNS), dtype=np.int64)
+        failed = int(error is not None)
+        header = [count, missing, failed, digest, facts_of_tokens.bits, facts_of_tokens.largest, num_facts]
+        rows = np.zeros((count, _COLUMNS + num_facts), dtype=np.int64)
         if local is not None and count:
             block = local.block
             rows[:, 0] = block.seqlens
@@ -108,10 +111,17 @@ class Exchange:
             rows[:, 2:4] = block.refs
             rows[:, 4] = [len(data) for data in self._encoded] or 0
             rows[:, _ORDER] = np.arange(count) if order is None else order
-            rows[:, 6] = 0 if facts is None else facts
-            rows[:, 7] = facts_of_tokens.last_labels >= 0
+            rows[:, 6] = facts_of_tokens.last_labels >= 0
+            if facts is not None:
+                rows[:, _COLUMNS:] = facts
         headers, table = self._gather_table(header, rows, what)
         self._raise_first(step, headers[:, 2], error)
+        other = np.flatnonzero(headers[:, 6] != headers[0, 6])
+        if len(other):
+            raise ExchangeError(
+                f"step {step}: rank 0 tells {int(headers[0, 6])} more numbers of each sample, rank {int(other[0])} "
+                f"{int(headers[other[0], 6])}; give all ranks the same together_key and apart_key"
+            )
         counts = np.ascontiguousarray(headers[:, 0])
         if headers[:, 1].any():
             self._check_end(step, headers[:, 1], has_more)
@@ -123,11 +133,11 @@ class Exchange:
             seqlens=columns[0],
             num_loss_tokens=columns[1],
             refs=np.ascontiguousarray(columns[2:4].T),
-            owner=columns[_COLUMNS],
-            local_index=columns[_COLUMNS + 1],
+            owner=columns[_COLUMNS + num_facts],
+            local_index=columns[_COLUMNS + num_facts + 1],
             value_bytes=columns[4],
-            facts=columns[6],
-            has_next=columns[7],
+            facts=np.ascontiguousarray(columns[_COLUMNS : _COLUMNS + num_facts].T),
+            has_next=columns[6],
             ended=bool(headers[:, 1].any()),
         )
 
@@ -205,20 +215,22 @@ class Exchange:
         As many rows as the largest rank had in the last step travel with the header: when no rank has more, one
         collective is enough.
         """
-        message = np.zeros(_HEADER + self._room * _COLUMNS, dtype=np.int64)
+        width = rows.shape[1]
+        room = self._rooms.get(width - _COLUMNS, 0)
+        message = np.zeros(_HEADER + room * width, dtype=np.int64)
         message[:_HEADER] = header
-        fitting = rows[: self._room].reshape(-1)
+        fitting = rows[:room].reshape(-1)
         message[_HEADER : _HEADER + len(fitting)] = fitting
         gathered = all_gather_rows(self.host, message, what)
-        return gathered[:, :_HEADER], gathered[:, _HEADER:].reshape(len(gathered), self._room, _COLUMNS)
+        return gathered[:, :_HEADER], gathered[:, _HEADER:].reshape(len(gathered), room, width)
 
     def _rows_of(self, table: Int64Array, rows: Int64Array, counts: Int64Array, what: str) -> Int64Array:
         """All rows of all ranks, int64 [R, most, columns]: those at hand, or gathered again with more room."""
         most = int(counts.max())
-        if most <= self._room:
+        if most <= table.shape[1]:
             return table
-        self._room = most
-        padded = np.zeros((most, _COLUMNS), dtype=np.int64)
+        self._rooms[rows.shape[1] - _COLUMNS] = most
+        padded = np.zeros((most, rows.shape[1]), dtype=np.int64)
         padded[: len(rows)] = rows
         return all_gather_rows(self.host, padded, what)
 

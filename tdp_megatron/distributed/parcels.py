@@ -39,7 +39,7 @@ class GlobalSamples:
     value_bytes: Int64Array
     """int64 [N], encoded size of its per-sample values."""
     facts: Int64Array
-    """int64 [N], what the ranks gave as ``facts``."""
+    """int64 [N, F], what the ranks gave as ``facts``."""
     has_next: Int64Array
     """int64 [N], 1 where the sample knows the token that follows its last one."""
     ended: bool

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from tdp_megatron.reading import PackingKeys
+
 __all__ = ["LoopConfig"]
 
 
@@ -24,6 +26,12 @@ class LoopConfig:
     """With virtual pipelining, the number of microbatches must be a multiple of this."""
     token_keys: tuple[str, ...] = ()
     """User keys with one entry per token, packed like ``tokens``; other user keys go with their sample."""
+    together_key: str | None = None
+    """User key with an int per sample: the samples of a global batch with the same one from 0 up share a microbatch."""
+    apart_key: str | None = None
+    """User key with an int per sample: samples with the same one from 0 up are in different microbatches."""
+    check_plans: bool = False
+    """Whether every plan is validated, limits and keys included."""
     scheduler_options: dict[str, Any] = field(default_factory=dict)
     """Further arguments of ``tdp_megatron.schedule.schedule``."""
     data_timeout_s: float = 600.0
@@ -31,12 +39,21 @@ class LoopConfig:
     read_ahead: bool = True
     """Whether the next step is read, planned and exchanged in a background thread."""
 
+    def __post_init__(self) -> None:
+        _ = self.keys  # wrong names show here, not at the first step
+
+    @property
+    def keys(self) -> PackingKeys:
+        """What the samples say about sharing a microbatch."""
+        return PackingKeys(self.together_key, self.apart_key)
+
     @staticmethod
     def of(config: Any) -> LoopConfig:
         """The fields of ``config`` that are set.
 
         Raises:
             ValueError: ``max_seqlen_per_dp_cp_rank`` is missing or not positive.
+            TypeError: a key is no name.
         """
         if isinstance(config, LoopConfig):
             return config

@@ -17,7 +17,7 @@ from tdp_megatron.loops.groups import LoopGroups
 from tdp_megatron.loops.scatter_back import readers_of, scatter_back
 from tdp_megatron.loops.session import LocalSamples, read_microbatches
 from tdp_megatron.ops import RankSpans
-from tdp_megatron.schedule import schedule
+from tdp_megatron.schedule import schedule, validate
 from tdp_megatron.schedule.plan import Plan
 from tdp_megatron.schedule.scatter_back import RankOutputs
 from tdp_megatron.types import Int64Array, ParallelLayout
@@ -49,6 +49,12 @@ class HybridCPDataLoaderWrapper:
         self.data_iterator = data_iterator
         self.config = config
         loop_config = LoopConfig.of(config)
+        if loop_config.keys.names:
+            raise ValueError(
+                "HybridCPDataLoaderWrapper runs each sample by itself; together_key and apart_key are for "
+                "wrap_data_iterator"
+            )
+        self._check_plans = loop_config.check_plans
         self.groups = LoopGroups.of(
             pg_collection,
             max_seqlen_per_dp_cp_rank=loop_config.max_seqlen_per_dp_cp_rank,
@@ -120,6 +126,8 @@ class HybridCPDataLoaderWrapper:
             raise StopIteration
         with self._exchange.host.telling_failures(self._step):
             plan = schedule(samples.seqlens, self._layout, algorithm=self.algorithm)
+            if self._check_plans:
+                validate(plan)
             wanted = [_samples_of_rank(plan, r) for r in range(self._exchange.num_ranks)]
             mine = wanted[self.groups.rank]
             lengths = samples.seqlens[mine]

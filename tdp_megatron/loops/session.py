@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from tdp_megatron.distributed import Exchange, HostGroup
+from tdp_megatron.distributed import Exchange, GlobalSamples, HostGroup
 from tdp_megatron.distributed.collectives import all_gather_rows, broadcast_bytes, gather_texts
 from tdp_megatron.errors import ExchangeError
 from tdp_megatron.loops.ahead import Ahead
@@ -21,9 +21,9 @@ from tdp_megatron.loops.config import LoopConfig
 from tdp_megatron.loops.groups import LoopGroups
 from tdp_megatron.loops.microbatch import lengths_of, samples_of
 from tdp_megatron.ops import allocate_pack, build_pack_table, packed_batches
-from tdp_megatron.reading import FlatSamples, read_block
+from tdp_megatron.reading import FlatSamples, PackingKeys, read_block
 from tdp_megatron.samples import MappingReader, block_from_items
-from tdp_megatron.schedule import Plan, schedule
+from tdp_megatron.schedule import Limits, Plan, schedule, validate
 from tdp_megatron.types import Int64Array, PackedBatch
 
 __all__ = [
@@ -38,6 +38,7 @@ _OK, _END, _FAILED = b"O", b"S", b"E"
 _CLOSED = "this packing session was closed; give a new data iterator, and load its state_dict to go on there"
 #: Samples are numbered by data-parallel rank first, as Megatron does.
 _RANK_STRIDE = 1 << 40
+_NO_KEYS = PackingKeys()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -67,17 +68,20 @@ class LocalSamples:
     flat: FlatSamples
     order: Int64Array
     """int64 [n], sort keys that number all samples by data-parallel rank."""
-    padded: Int64Array
-    """int64 [n], lengths to pad to, tokens."""
+    facts: Int64Array
+    """int64 [n, 1 + number of keys], lengths to pad to, tokens, and what the keys say."""
 
 
-def read_microbatches(items: list[Any], groups: LoopGroups, token_keys: tuple[str, ...] = ()) -> LocalSamples:
+def read_microbatches(
+    items: list[Any], groups: LoopGroups, token_keys: tuple[str, ...] = (), keys: PackingKeys = _NO_KEYS
+) -> LocalSamples:
     """Samples of some items of the data iterator; CP ranks, which read the same items, share them out.
 
     Args:
         items: what the iterator gave.
         groups: this process's place.
         token_keys: user keys that are per token.
+        keys: user keys that the plan goes by.
     """
     samples = [sample for item in items for sample in samples_of(item)]
     cut, padded = lengths_of(samples)
@@ -87,7 +91,8 @@ def read_microbatches(items: list[Any], groups: LoopGroups, token_keys: tuple[st
         if isinstance(reader, MappingReader):
             reader.declare_token_keys(token_keys)
     block.refs[:, 1] = mine
-    return LocalSamples(read_block(block), groups.dp_rank * _RANK_STRIDE + mine, padded[mine])
+    facts = np.concatenate([padded[mine][:, None], keys.read(block)], axis=1)
+    return LocalSamples(read_block(block), groups.dp_rank * _RANK_STRIDE + mine, facts)
 
 
 def settle_all(groups: LoopGroups) -> None:
@@ -225,7 +230,8 @@ class PackingSession:
                 self._fill(num_microbatches)
             except StopIteration:
                 missing = num_microbatches - len(self._pending)
-            local = read_microbatches(self._pending[:num_microbatches], self.groups, tuple(config.token_keys))
+            items = self._pending[:num_microbatches]
+            local = read_microbatches(items, self.groups, tuple(config.token_keys), config.keys)
         except Exception as failure:  # told to all ranks, then raised on all of them
             error = failure
         samples = exchange.gather(
@@ -233,23 +239,30 @@ class PackingSession:
             None if local is None else local.flat,
             missing,
             order=None if local is None else local.order,
-            facts=None if local is None else local.padded,
+            facts=None if local is None else local.facts,
+            num_facts=1 + len(config.keys.names),
             error=error,
             has_more=lambda: self._has_more(num_microbatches),
         )
         if samples.ended or local is None:
             raise StopIteration
         with exchange.host.telling_failures(step):
-            plan = schedule(
-                samples.facts,
-                self.groups.layout,
-                mode="free",
-                algorithm=config.sequence_packing_scheduler,
-                **self._limits,
-            )
-            plan = dataclasses.replace(plan, seqlens=samples.seqlens)
+            plan = self._plan(samples)
             _, buffers, values = exchange.run(step, plan, samples, local.flat)
         return StepBundle(plan, samples.refs, buffers, values)
+
+    def _plan(self, samples: GlobalSamples) -> Plan:
+        config = self.config
+        keys = config.keys.arguments(samples.facts[:, 1:])
+        algorithm = config.sequence_packing_scheduler
+        plan = schedule(
+            samples.facts[:, 0], self.groups.layout, mode="free", algorithm=algorithm, **keys, **self._limits
+        )
+        plan = dataclasses.replace(plan, seqlens=samples.seqlens)
+        if config.check_plans:
+            names = {field.name for field in dataclasses.fields(Limits)} & self._limits.keys()
+            validate(plan, **keys, **{name: self._limits[name] for name in names})
+        return plan
 
     def _over_stages(self, bundle: StepBundle | None, error: Exception | None) -> StepBundle | None:
         """Tell the pipeline stages how it went, and the middle ones what the plan is."""

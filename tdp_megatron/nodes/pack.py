@@ -18,7 +18,7 @@ from tdp_megatron.nodes.base import BeyondEndError, Node, SampleSource, draw_blo
 from tdp_megatron.nodes.left_out import LeftOut
 from tdp_megatron.nodes.shard import Shard
 from tdp_megatron.ops import allocate_pack, build_pack_table, pack_raw_tokens, packed_batches
-from tdp_megatron.reading import FlatSamples, read_block, read_spans_by_reader, token_key_specs
+from tdp_megatron.reading import FlatSamples, PackingKeys, read_block, read_spans_by_reader, token_key_specs
 from tdp_megatron.samples import MappingReader
 from tdp_megatron.schedule import CostModel, Mode, Plan, imbalance, schedule, validate
 from tdp_megatron.schedule.api import DEFAULT_COST
@@ -120,7 +120,10 @@ class Pack(Node[GlobalBatch]):
             Python values, or lists, tuples, sets and dicts of them; they arrive as what they were, others are an error.
         drop_last: whether a last, smaller global batch is left out.
         token_keys: user keys that have one entry per token and are packed like ``tokens``.
-        check_plans: validate every plan, the limits and what the mode asks for included.
+        together_key: user key with an int per sample, such as a conversation's number: the samples of a global batch
+            with the same one from 0 up share a microbatch, -1 is none.
+        apart_key: user key with an int per sample: those with the same one from 0 up are in different microbatches.
+        check_plans: validate every plan, the limits, the keys and what the mode asks for included.
         consumed_samples: where to begin when there is no saved state, such as Megatron's ``consumed_samples``; whole
             global batches.
         skip: global batches (begin, end) to leave out, such as a stretch that made the loss spike; nothing of them is
@@ -144,6 +147,8 @@ class Pack(Node[GlobalBatch]):
         exchange: Exchange | None = None,
         drop_last: bool = True,
         token_keys: Sequence[str] = (),
+        together_key: str | None = None,
+        apart_key: str | None = None,
         check_plans: bool = False,
         consumed_samples: int = 0,
         skip: Sequence[tuple[int, int]] = (),
@@ -186,6 +191,7 @@ class Pack(Node[GlobalBatch]):
         self.exchange = exchange
         self.drop_last = drop_last
         self.token_keys = checked_names("token_keys", token_keys)
+        self.keys = PackingKeys(together_key, apart_key)
         self.check_plans = check_plans
         self.limits = limits
         names = ("equal_count", "microbatches_multiple", "max_sequences_per_microbatch")
@@ -193,7 +199,7 @@ class Pack(Node[GlobalBatch]):
         if Mode.parse(mode).needs_equal_count:
             self._checked_limits["equal_count"] = True
         # Wrong names and types show here, not at the first step.
-        self._plan(np.zeros(0, dtype=np.int64))
+        self._plan(np.zeros(0, dtype=np.int64), np.zeros((0, len(self.keys.names)), dtype=np.int64))
 
     def fingerprint(self) -> dict[str, Any]:
         return {"global_batch_size": self.global_batch_size}
@@ -251,11 +257,12 @@ class Pack(Node[GlobalBatch]):
         skip_samples(self.source, (step - self._position) * self._share)
         self._position = step
 
-    def _plan(self, seqlens: Int64Array, refs: Int64Array | None = None) -> Plan:
+    def _plan(self, seqlens: Int64Array, keys: Int64Array, refs: Int64Array | None = None) -> Plan:
+        keyed = self.keys.arguments(keys)
         try:
-            plan = schedule(seqlens, self.layout, self.cost, self.mode, self.algorithm, **self.limits)
+            plan = schedule(seqlens, self.layout, self.cost, self.mode, self.algorithm, **keyed, **self.limits)
             if self.check_plans:
-                validate(plan, **self._checked_limits)
+                validate(plan, **keyed, **self._checked_limits)
         except ScheduleError as error:
             where = ""
             if refs is not None and len(refs):
@@ -310,11 +317,12 @@ class Pack(Node[GlobalBatch]):
         with self.stats.waiting():
             block = self._draw(self.global_batch_size)
             declare_token_keys(block, self.token_keys)
+            keys = self.keys.read(block)
         self._finish(len(block))
         with self.stats.working():
             return GlobalBatch(
                 index=self._position,
-                plan=self._plan(block.seqlens, block.refs),
+                plan=self._plan(block.seqlens, keys, block.refs),
                 seqlens=block.seqlens,
                 num_loss_tokens=block.num_loss_tokens,
                 refs=block.refs,
@@ -325,10 +333,12 @@ class Pack(Node[GlobalBatch]):
         share = self._share
         error: Exception | None = None
         local: FlatSamples | None = None
+        keys: Int64Array | None = None
         with self.stats.waiting():
             try:
                 block = self._draw(share)
                 declare_token_keys(block, self.token_keys)
+                keys = self.keys.read(block)
                 local = read_block(block)
             except Exception as failure:  # told to all ranks, then raised on all of them
                 error = failure
@@ -336,6 +346,8 @@ class Pack(Node[GlobalBatch]):
                 self._position,
                 local,
                 0 if local is None else share - len(local.block),
+                facts=keys,
+                num_facts=len(self.keys.names),
                 error=error,
                 has_more=lambda: len(self._draw(1)) > 0,
             )
@@ -343,7 +355,7 @@ class Pack(Node[GlobalBatch]):
         with self.stats.working(), exchange.host.telling_failures(self._position):
             return GlobalBatch(
                 index=self._position,
-                plan=self._plan(samples.seqlens, samples.refs),
+                plan=self._plan(samples.seqlens, samples.facts, samples.refs),
                 seqlens=samples.seqlens,
                 num_loss_tokens=samples.num_loss_tokens,
                 refs=samples.refs,

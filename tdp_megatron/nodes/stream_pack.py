@@ -14,7 +14,8 @@ from tdp_megatron.nodes.arguments import checked_int, checked_names
 from tdp_megatron.nodes.base import Node, require_node, skip_samples
 from tdp_megatron.nodes.left_out import LeftOut, draw_numbers
 from tdp_megatron.nodes.pack import GlobalBatch, declare_token_keys
-from tdp_megatron.schedule import CostModel, StreamScheduler, StreamWave, imbalance
+from tdp_megatron.reading import PackingKeys
+from tdp_megatron.schedule import CostModel, StreamScheduler, StreamWave, imbalance, validate
 from tdp_megatron.schedule.api import DEFAULT_COST
 from tdp_megatron.schedule.stream import join_waves
 from tdp_megatron.types import ParallelLayout, SampleBlock
@@ -39,6 +40,10 @@ class StreamPack(Node[GlobalBatch]):
         max_sequences: most sequences in one microbatch, 0 for no limit.
         cost: cost model; None for the default.
         token_keys: user keys that have one entry per token and are packed like ``tokens``.
+        together_key: user key with an int per sample, -1 being none: samples with the same one from 0 up that come one
+            after the other, fewer than ``window``, share a microbatch, as do those that meet in the window.
+        apart_key: user key with an int per sample: those with the same one from 0 up are in different microbatches.
+        check_plans: validate every wave, the keys included.
         drop_last: whether a last ``GlobalBatch`` of fewer waves is left out.
         consumed_samples: samples to pass over when there is no saved state; global batches are counted from there.
         skip_samples: ranges (begin, end) of global sample numbers to leave out; nothing of them is read. They count
@@ -62,6 +67,9 @@ class StreamPack(Node[GlobalBatch]):
         max_sequences: int = 0,
         cost: CostModel | None = None,
         token_keys: Sequence[str] = (),
+        together_key: str | None = None,
+        apart_key: str | None = None,
+        check_plans: bool = False,
         drop_last: bool = False,
         consumed_samples: int = 0,
         skip_samples: Sequence[tuple[int, int]] = (),
@@ -76,6 +84,8 @@ class StreamPack(Node[GlobalBatch]):
         self.max_sequences = max_sequences
         self.cost = DEFAULT_COST if cost is None else cost
         self.token_keys = checked_names("token_keys", token_keys)
+        self.keys = PackingKeys(together_key, apart_key)
+        self.check_plans = check_plans
         self.drop_last = drop_last
         self.consumed_samples = checked_int("consumed_samples", consumed_samples, least=0)
         self.left_out = LeftOut("skip_samples", skip_samples)
@@ -136,9 +146,10 @@ class StreamPack(Node[GlobalBatch]):
             )
         declare_token_keys(block, self.token_keys)
         self._pending = block.without_idle_readers()
-        self._scheduler.load_state_dict(
-            {**self._scheduler.state_dict(), "seqlens": self._pending.seqlens, "numbers": numbers, "arrived": arrived}
-        )
+        kept = {"seqlens": self._pending.seqlens, "numbers": numbers, "arrived": arrived}
+        none = {"together": [-1] * len(numbers), "apart": [-1] * len(numbers)}
+        keys = self.keys.arguments(self.keys.read(self._pending))
+        self._scheduler.load_state_dict({**self._scheduler.state_dict(), **none, **kept, **keys})
 
     def _jump_to(self, number: int) -> None:
         """Let the next sample have this number."""
@@ -157,10 +168,11 @@ class StreamPack(Node[GlobalBatch]):
             block, numbers = self.left_out.draw(self.source, wanted, arrived)
             declare_token_keys(block, self.token_keys)
         self._ended = len(block) < wanted
+        keys = {name: values.tolist() for name, values in self.keys.arguments(self.keys.read(block)).items()}
         for i, (seqlen, number) in enumerate(zip(block.seqlens.tolist(), numbers.tolist(), strict=True)):
             self._jump_to(number)
             try:
-                self._scheduler.put(seqlen)
+                self._scheduler.put(seqlen, **{name: values[i] for name, values in keys.items()})
             except ScheduleError as error:
                 dataset, sample = block.refs[i].tolist()
                 raise ScheduleError(f"sample {sample} of dataset {dataset}: {error}") from error
@@ -173,11 +185,14 @@ class StreamPack(Node[GlobalBatch]):
         while len(waves) < self.waves_per_batch:
             self._fill()
             numbers = self._scheduler.numbers
-            wave = self._scheduler.take()
+            wave = self._scheduler.take(more=not self._ended)
             if wave is None:
                 break
             chosen = np.isin(numbers, wave.sample_numbers)
             blocks.append(self._pending.select(np.flatnonzero(chosen)))
+            if self.check_plans:
+                keys = self.keys.arguments(self.keys.read(blocks[-1]))
+                validate(wave.plan, equal_count=True, max_sequences_per_microbatch=self.max_sequences, **keys)
             self._pending = self._pending.select(np.flatnonzero(~chosen)).without_idle_readers()
             waves.append(wave)
         oldest = min([*self._scheduler.numbers.tolist()[:1], self._scheduler.num_arrived])

@@ -12,9 +12,9 @@ from tdp_megatron.errors import ScheduleError
 from tdp_megatron.schedule.packs import PlacedOp, plan_of_placed_ops
 from tdp_megatron.schedule.plan import Plan
 from tdp_megatron.schedule.problem import Limits, Problem, pack_token_cap
-from tdp_megatron.types import Int64Array
+from tdp_megatron.types import Int64Array, ParallelLayout
 
-__all__ = ["check_keys", "schedule_with_keys"]
+__all__ = ["bundles_of", "check_keys", "merged_length", "schedule_with_keys"]
 
 
 def check_keys(name: str, keys: npt.ArrayLike | None, n: int) -> Int64Array | None:
@@ -52,10 +52,11 @@ def schedule_with_keys(
     Raises:
         ScheduleError: what belongs together does not fit into one microbatch, or must also be apart.
     """
-    bundles = _bundles(problem, together)
+    bundles = bundles_of(together, len(problem.seqlens))
     if together is not None and apart is not None:
         _check_not_both(bundles, together, apart)
-    merged = np.array([_merged_length(problem, bundle) for bundle in bundles], dtype=np.int64)
+    lengths = problem.seqlens.tolist()
+    merged = np.array([merged_length(problem.layout, [lengths[i] for i in b]) for b in bundles], dtype=np.int64)
     _check_bundles_fit(problem, bundles, merged)
     longest = max(map(len, bundles), default=1)
     limit = problem.limits.max_sequences_per_microbatch
@@ -75,21 +76,21 @@ def schedule_with_keys(
 _BundleOp = tuple[int, int, list[list[int]]]
 
 
-def _bundles(problem: Problem, together: Int64Array | None) -> list[list[int]]:
-    """Sequences of one key, in the order of their first; those without key alone."""
+def bundles_of(together: Int64Array | None, n: int) -> list[list[int]]:
+    """The n sequences by key, in the order of their first; those without key alone."""
     if together is None:
-        return [[i] for i in range(len(problem.seqlens))]
+        return [[i] for i in range(n)]
     bundles: dict[int, list[int]] = {}
     for i, key in enumerate(together.tolist()):
         bundles.setdefault(key if key >= 0 else -2 - i, []).append(i)
     return list(bundles.values())
 
 
-def _merged_length(problem: Problem, bundle: list[int]) -> int:
-    if len(bundle) == 1:
-        return int(problem.seqlens[bundle[0]])
-    widest = problem.layout.cp_sizes[-1]
-    return sum(problem.layout.padded_seqlen(int(problem.seqlens[i]), widest) for i in bundle)
+def merged_length(layout: ParallelLayout, seqlens: list[int]) -> int:
+    """Tokens of sequences that are scheduled as one: as many as fit wherever that one fits."""
+    if len(seqlens) == 1:
+        return seqlens[0]
+    return sum(layout.padded_seqlen(seqlen, layout.cp_sizes[-1]) for seqlen in seqlens)
 
 
 def _check_bundles_fit(problem: Problem, bundles: list[list[int]], merged: Int64Array) -> None:
