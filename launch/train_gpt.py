@@ -41,6 +41,7 @@ class _Trainer:
     model: DistributedDataParallel
     optimizer: torch.optim.Optimizer
     loader: Loader[Step]
+    groups: DpCpGroups
     view: LiveView
     steps_taken: int = 0
 
@@ -222,7 +223,9 @@ def _set_up(options: TrainOptions, runtime: Runtime) -> tuple[_Trainer, Iterator
     warm_up(ddp, runtime.device)
     optimizer = build_optimizer(model, options.lr, options.weight_decay)
     view = LiveView(options.live and runtime.rank == 0)
-    trainer = _Trainer(options=options, runtime=runtime, model=ddp, optimizer=optimizer, loader=loader, view=view)
+    trainer = _Trainer(
+        options=options, runtime=runtime, model=ddp, optimizer=optimizer, loader=loader, groups=groups, view=view
+    )
     if checkpoint is not None:
         trainer.restore(checkpoint)
     parameters = sum(p.numel() for p in model.parameters())
@@ -250,6 +253,7 @@ def _run(options: TrainOptions, runtime: Runtime, stop: StopSignal) -> None:
     folder = options.output / f"attempt-{attempt:03d}"
     with runtime.together("log", lambda: RunLog(folder, runtime.rank, facts)) as log, trainer.view:
         _train(trainer, steps, log, stop)
+    trainer.groups.close()  # or the ranks that end a little later would miss this one
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -103,6 +103,10 @@ class DpCpGroups:
             )
         return cls.create(layout, global_ranks=ranks.reshape(-1).tolist(), timeout_s=timeout_s)
 
+    def close(self) -> None:
+        """Tell the other ranks that this one ends of its own accord; needed before ``os._exit``, and harmless else."""
+        self.data.close()
+
     def cp_group(self, first_rank: int, cp_size: int) -> dist.ProcessGroup | None:
         """Group of the block of ``cp_size`` ranks from ``first_rank``; None for a single rank."""
         if cp_size == 1:

@@ -16,9 +16,6 @@ from tdp_megatron.errors import ExchangeError
 
 __all__ = ["HostGroup"]
 
-#: How long a failed rank whose process may hold the store waits at least for the others to have read the cause.
-_FAREWELL_SECONDS = 3.0
-
 
 class HostGroup:
     """A gloo group of its own for the data runtime; its collectives run in step order from one thread.
@@ -43,6 +40,7 @@ class HostGroup:
         """Step the group is in, for messages."""
         self._progress = Progress(self.global_ranks, self.rank, self.group.group_name)
         self._watch: Watch | None = None
+        self._is_closed = False
 
     @property
     def size(self) -> int:
@@ -72,16 +70,29 @@ class HostGroup:
             teller: who goes on; a cause it has told before is over.
         """
         self._progress.take_back(teller)
-        alone = self.size == 1 or not self._progress.has_store
+        alone = self.size == 1 or self._is_closed or not self._progress.has_store
         if not alone and (self._watch is None or not self._watch.is_running):
-            self._watch = Watch(self._progress, self.rank, self.timeout_s)
+            self._watch = Watch(self._progress, self.rank, self.size, self.timeout_s)
             weakref.finalize(self, self._watch.stop)
         self.note_use()
 
-    def note_use(self) -> None:
-        """Note that the training loop has taken another step, and so is not stuck."""
+    def close(self) -> None:
+        """Tell the other ranks that this one ends of its own accord, and look after them no more.
+
+        The end of the interpreter and of the default process group say it as well; ``os._exit`` says nothing.
+        """
+        self._is_closed = True
         if self._watch is not None:
-            self._watch.came()
+            self._watch.close()
+
+    def note_use(self, step: int | None = None) -> None:
+        """Note that the training loop has taken another step, and so is not stuck.
+
+        Args:
+            step: which, where it is known.
+        """
+        if self._watch is not None:
+            self._watch.came(step)
 
     def raise_if_told(self, step: int) -> None:
         """Raise when a rank has told that it cannot make ``step`` or an earlier one; costs nothing. See ``watch``.
@@ -107,7 +118,6 @@ class HostGroup:
         except Exception as error:
             if not isinstance(error, StopIteration):
                 self._progress.tell_cause(step, f"{type(error).__name__}: {error}", teller)
-                if self._watch is not None and dist.is_initialized() and dist.get_rank() == 0:
-                    farewell_s = max(_FAREWELL_SECONDS, 2 * self._watch.interval_s)
-                    self._progress.await_confirmations(self.size - 1, farewell_s)
+                if self._watch is not None:
+                    self._watch.say_farewell()
             raise

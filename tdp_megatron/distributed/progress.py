@@ -13,6 +13,8 @@ from tdp_megatron.distributed.ordered_group import default_store
 
 __all__ = ["Cause", "Progress"]
 
+#: Who tells that another rank is gone.
+_LIVENESS = "liveness"
 #: How long a failed rank waits for the others to say that they failed, too.
 _GRACE_SECONDS = 3.0
 _POLL_SECONDS = 0.05
@@ -27,8 +29,10 @@ class Cause:
     step: int
     text: str
     """The rank, the step and the error."""
+    told_by: int
+    """The rank itself, or one that has found it gone."""
     number: int
-    """How many causes the rank had told before: one that is taken back and told again is another."""
+    """How many causes ``told_by`` had told before: one that is taken back and told again is another."""
 
 
 class Progress:
@@ -49,6 +53,7 @@ class Progress:
         self._told: dict[str, str] = {}
         """Notes of causes told and not yet taken back, by who told them."""
         self._number = 0
+        self._beating: set[int] = set()
         # Or a watch could tell again what is being taken back.
         self._telling = threading.Lock()
 
@@ -70,13 +75,15 @@ class Progress:
             cause: the error.
             teller: who takes it back; there may be several pipelines, of which one goes on while another has failed.
         """
-        with self._telling:
-            if teller not in self._told:
-                text = f"rank {self._rank} failed in step {step}: {cause}"
-                text = text.encode(errors="backslashreplace").decode()  # it may hold the name of a file
-                self._told[teller] = f"{self._rank} {step} {self._number}\n{text}"
-                self._number += 1
-            self._replace_cause("", self._told[teller])
+        self._tell(teller, self._rank, step, f"rank {self._rank} failed in step {step}: {cause}")
+
+    def accuse(self, rank: int, step: int, text: str) -> None:
+        """Note that another rank is gone and cannot make ``step``."""
+        self._tell(_LIVENESS, rank, step, text)
+
+    def acquit(self) -> None:
+        """Take back that another rank is gone."""
+        self.take_back(_LIVENESS)
 
     def take_back(self, teller: str = "") -> None:
         """Note that ``teller`` goes on after all; where it has told no cause, nothing is sent."""
@@ -98,8 +105,19 @@ class Progress:
         if not note:
             return None
         place, text = note.split("\n", 1)
-        rank, step, number = map(int, place.split())
-        return Cause(rank, step, text, number)
+        rank, step, told_by, number = map(int, place.split())
+        return Cause(rank, step, text, told_by, number)
+
+    def note_beat(self, note: str) -> None:
+        """Note that this rank lives, or has left."""
+        self._set(f"beat/{self._rank}", note)
+
+    def read_beat(self, rank: int) -> str | None:
+        """What the rank has noted last; None where it has not begun."""
+        note = self._get(f"beat/{rank}", is_there=rank in self._beating)
+        if note is not None:
+            self._beating.add(rank)
+        return note
 
     def confirm_cause(self, cause: Cause) -> None:
         """Note that this rank knows the cause."""
@@ -132,13 +150,18 @@ class Progress:
             return "which rank is missing is unknown", False
         deadline = time.monotonic() + _GRACE_SECONDS
         silent = list(range(self._count))
+        cause: Cause | None = None
         while silent and time.monotonic() < deadline:
             cause = self.read_cause()
-            if cause is not None:
+            if cause is not None and cause.told_by == cause.rank:
                 return cause.text, True
             silent = [r for r in silent if self._get(f"failed/{r}") is None]
+            if cause is not None and silent == [cause.rank]:
+                break
             if silent:
                 time.sleep(_POLL_SECONDS)
+        if cause is not None:
+            return f"{self._describe(cause.rank, step)}; {cause.text}", True
         if not silent:
             return "all ranks report the failure, so that the connection broke", False
         return "; ".join(self._describe(r, step) for r in silent), False
@@ -150,6 +173,14 @@ class Progress:
         if int(begun) < step:
             return f"rank {rank} is missing: it began step {begun}, not step {step}"
         return f"rank {rank} vanished in step {begun}"
+
+    def _tell(self, teller: str, rank: int, step: int, text: str) -> None:
+        with self._telling:
+            if teller not in self._told:
+                text = text.encode(errors="backslashreplace").decode()  # it may hold the name of a file
+                self._told[teller] = f"{rank} {step} {self._rank} {self._number}\n{text}"
+                self._number += 1
+            self._replace_cause("", self._told[teller])
 
     def _replace_cause(self, note: str, by: str) -> None:
         """Note another first cause, or none, if ``note`` is still the first."""
@@ -176,14 +207,15 @@ class Progress:
         except RuntimeError:
             self._store = None
 
-    def _get(self, key: str) -> str | None:
+    def _get(self, key: str, *, is_there: bool = False) -> str | None:
+        """The value; None where there is none, for which the store is asked first unless ``is_there``."""
         store = self._store
         try:
-            return store.get(key).decode() if store is not None and store.check([key]) else None
+            return store.get(key).decode() if store is not None and (is_there or store.check([key])) else None
         except RuntimeError:
             self._store = None
             return None
 
 
 def _confirmed(cause: Cause) -> str:
-    return f"confirmed/{cause.rank}/{cause.number}"
+    return f"confirmed/{cause.told_by}/{cause.number}"

@@ -73,6 +73,7 @@ class Reroute(Node[Step]):
         self.device = None if device is None else torch.device(device)
         self.agree_every = agree_every
         self._by_plan = False
+        self._is_made_ahead = False
         self._name = f"reroute {id(self)}"
 
     def fingerprint(self) -> dict[str, Any]:
@@ -119,13 +120,13 @@ class Reroute(Node[Step]):
         Raises:
             ExchangeError: another rank has told that it cannot make this step or an earlier one.
         """
+        self._is_made_ahead = True
+        if self.groups is not None:
+            self.groups.data.note_use(step.index)
         self._raise_if_told(step.index)
 
     def _raise_if_told(self, index: int) -> None:
-        if self.groups is None:
-            return
-        self.groups.data.note_use()
-        if self._by_plan:
+        if self.groups is not None and self._by_plan:
             self.groups.data.raise_if_told(index)
 
     def skip_to(self, step: int) -> None:
@@ -148,6 +149,8 @@ class Reroute(Node[Step]):
         if not isinstance(batch, GlobalBatch):
             raise TypeError(f"Reroute needs planned global batches of Pack or StreamPack, got {type(batch).__name__}")
         self._by_plan = batch.exchange is None
+        if self.groups is not None:
+            self.groups.data.note_use(None if self._is_made_ahead else batch.index)
         self._raise_if_told(batch.index)
         if self.agree_every and self.groups is not None and batch.index % self.agree_every == 0:
             host = _begun(self.groups.data, batch)

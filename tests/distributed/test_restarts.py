@@ -29,6 +29,7 @@ def test_failures_of_an_earlier_start_are_not_seen(monkeypatch: pytest.MonkeyPat
         before = Progress([0, 1], rank, "group")
         before.begin(5)
         before.tell_cause(5, "disk gone")
+        before.note_beat("1 5")
         before.explain(5)
 
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
@@ -37,6 +38,8 @@ def test_failures_of_an_earlier_start_are_not_seen(monkeypatch: pytest.MonkeyPat
         now = Progress([0, 1], rank, "group")
         if rank == 1:
             return ""
+        assert before.read_beat(0) == "1 5"
+        assert now.read_beat(0) is None
         return now.explain(2)[0]
 
     first, _ = run_ranks(body, 2)

@@ -386,7 +386,7 @@ def test_a_watch_ends_with_its_group() -> None:
 def test_the_store_is_asked_less_often_the_more_ranks_and_groups_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     def body(rank: int, world: int) -> list[float]:
         hosts = [HostGroup(ranks, timeout_s=30) for ranks in ((0, 1, 2), (0, 1, 2), (0, 1)) if rank in ranks]
-        monkeypatch.setattr(watch_module, "_POLLS_PER_SECOND", 30)
+        monkeypatch.setattr(watch_module, "_QUESTIONS_PER_SECOND", 75)
         intervals = []
         for host in hosts:
             host.watch("")
