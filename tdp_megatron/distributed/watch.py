@@ -6,13 +6,13 @@ for one that died its neighbour does; here it is looked up about once a second, 
 
 from __future__ import annotations
 
-import faulthandler
 import logging
 import os
 import sys
 import threading
 import time
 from contextlib import suppress
+from types import FrameType
 from typing import TypeAlias
 
 import torch.distributed as dist
@@ -190,9 +190,11 @@ class Watch:
             f"{cause.text}; rank {self._rank} has been waiting in one place for {self._timeout_s:g} s since, so its "
             "process ends now (raise timeout_s of the groups if it may pause that long). Its threads:"
         )
+        # In one piece, as other ranks may end on the same terminal at the same moment, which makes one jumble of what
+        # faulthandler writes word by word; and not to a log, which might not be written before the end.
         with suppress(Exception):  # standard error may be closed, or no file
-            print(said, file=sys.stderr, flush=True)  # a log might not be written before the end
-            faulthandler.dump_traceback(sys.stderr, all_threads=True)
+            sys.stderr.write("\n".join([said, *_stacks(), ""]))
+            sys.stderr.flush()
         os._exit(1)
 
 
@@ -209,3 +211,17 @@ def _places() -> _Places:
             places.append((id(frame.f_code), frame.f_lasti))
             frame = frame.f_back
     return tuple(places)
+
+
+def _stacks() -> list[str]:
+    """The stack of every thread, the most recent call first; without lines of code, which may lie on a file system that
+    hangs."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    stacks: list[str] = []
+    for ident, frame in sys._current_frames().items():
+        stacks.append(f"Thread {names.get(ident, ident)} (most recent call first):")
+        at: FrameType | None = frame
+        while at is not None:
+            stacks.append(f'  File "{at.f_code.co_filename}", line {at.f_lineno} in {at.f_code.co_name}')
+            at = at.f_back
+    return stacks
