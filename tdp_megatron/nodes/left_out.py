@@ -74,6 +74,8 @@ class LeftOut:
         numbers: list[Int64Array] = [np.zeros(0, dtype=np.int64)]
         while n > 0:
             first, run = self.next_run(number)
+            if not run:  # left out up to the last number there is
+                break
             try:
                 skip_samples(source, first - number)
             except BeyondEndError:  # the data ends inside the range

@@ -133,6 +133,19 @@ def test_a_range_may_reach_past_the_end(prefixes: list[str], kind: str, end: int
     assert sum(len(batch.refs) for batch in packed) == 100
 
 
+@pytest.mark.parametrize("end", [2**63 - 1, 2**63, 2**70])
+@pytest.mark.parametrize("kind", ["ours", "user"])
+def test_a_range_without_end_ends_data_that_repeats(prefixes: list[str], kind: str, end: int) -> None:
+    def endless() -> BaseNode[Any]:
+        source = DocumentSample(IndexedRead(prefixes[0]), max_seqlen=S, num_epochs=None)
+        return source if kind == "ours" else Mapper(source, dict)
+
+    ranges = [(30, end)]
+    assert len(list(Batch(endless(), micro_batch_size=2, sequence_length=S, skip_samples=ranges))) == 15
+    packed = StreamPack(endless(), LAYOUT, window=7, skip_samples=ranges)
+    assert sum(len(batch.refs) for batch in packed) == 30
+
+
 def test_skipping_on_inside_and_behind_what_is_drawn(prefixes: list[str]) -> None:
     def make() -> Batch:
         return batches(prefixes, micro_batch_size=1, skip_samples=RANGES)
