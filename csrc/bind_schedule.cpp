@@ -83,21 +83,29 @@ void register_schedule(py::module_& m) {
         },
         py::arg("input"), py::arg("lower_bound"), py::arg("lockstep"), py::arg("pipeline"), py::arg("stages_before"),
         "Ops as (first_rank, cp_size, offsets, sample_ids), int64.");
+    const auto def_static = [&m](const char* name, Ops (*algorithm)(const Problem&, int64_t), const char* doc) {
+        m.def(
+            name,
+            [algorithm](const Input& input, int64_t cp_size) {
+                if (cp_size < 1 || input.problem.num_ranks % cp_size != 0)
+                    throw std::invalid_argument("cp_size must divide the ranks");
+                return without_gil([&] { return algorithm(input.problem, cp_size); });
+            },
+            py::arg("input"), py::arg("cp_size"), doc);
+    };
+    def_static("schedule_lpt", schedule::lpt, "Ops as (first_rank, cp_size, offsets, sample_ids), int64.");
+    def_static("schedule_kk", schedule::kk, "Ops as (first_rank, cp_size, offsets, sample_ids), int64.");
+    def_static("schedule_best_fit", schedule::best_fit, "Packs as (zeros, cp_size, offsets, sample_ids), int64.");
+    def_static("schedule_next_fit", schedule::next_fit, "Packs as (zeros, cp_size, offsets, sample_ids), int64.");
     m.def(
-        "schedule_lpt",
-        [](const Input& input, int64_t cp_size) {
-            if (cp_size < 1 || input.problem.num_ranks % cp_size != 0)
-                throw std::invalid_argument("cp_size must divide the ranks");
-            return without_gil([&] { return schedule::lpt(input.problem, cp_size); });
+        "schedule_stream_wave",
+        [](const Input& input, int64_t leader) {
+            const auto count = static_cast<int64_t>(input.problem.count);
+            if (count < 1 || leader < -1 || leader >= count)
+                throw std::invalid_argument("leader must be -1 or one of the sequences, of which there must be some");
+            return without_gil([&] { return schedule::stream_wave(input.problem, leader); });
         },
-        py::arg("input"), py::arg("cp_size"), "Ops as (first_rank, cp_size, offsets, sample_ids), int64.");
-    m.def(
-        "schedule_next_fit",
-        [](const Input& input, int64_t cp_size) {
-            if (cp_size < 1) throw std::invalid_argument("cp_size must be at least 1");
-            return without_gil([&] { return schedule::next_fit(input.problem, cp_size); });
-        },
-        py::arg("input"), py::arg("cp_size"), "Packs as (zeros, cp_size, offsets, sample_ids), int64.");
+        py::arg("input"), py::arg("leader"), "Ops of one wave as (first_rank, cp_size, offsets, sample_ids), int64.");
     m.def(
         "schedule_dynamic_cp",
         [](const Input& input, int64_t unit) {

@@ -59,7 +59,7 @@ class Buddy {
         const auto& members = in_block_[block];
         const std::size_t first = block * static_cast<std::size_t>(level.k);
         const std::int64_t packs =
-            best_fit(members, padded_, level.token_cap, scratch_.problem.max_sequences, pack_of_);
+            best_fit_packs(members, padded_, level.token_cap, scratch_.problem.max_sequences, pack_of_);
         grouped_.assign(static_cast<std::size_t>(packs), {});
         for (std::size_t at = 0; at < members.size(); ++at) {
             grouped_[static_cast<std::size_t>(pack_of_[at])].push_back(members[at]);

@@ -17,11 +17,9 @@ Scratch::Scratch(const Problem& p) : problem(p), ids(p.count), lengths(p.count),
     for (std::size_t i = 0; i < p.count; ++i) {
         order[i] = {~static_cast<std::uint64_t>(p.seqlens[i]), static_cast<std::int64_t>(i)};
     }
-    RadixOrder().sort(order);
-    for (const std::int64_t k : p.cp_sizes) {
-        const std::int64_t pad = k > 1 ? 2 * k : 1;
-        levels.push_back({k, pad, p.token_limit * k / pad * pad});
-    }
+    // The buffer of a stream comes sorted.
+    if (!std::is_sorted(p.seqlens, p.seqlens + p.count, std::greater<>())) RadixOrder().sort(order);
+    for (const std::int64_t k : p.cp_sizes) levels.push_back(p.level(k));
     for (std::size_t i = 0; i < p.count; ++i) {
         ids[i] = order[i].number;
         lengths[i] = p.seqlens[order[i].number];
@@ -93,19 +91,42 @@ std::int64_t Scratch::room(const Level& level, std::int64_t tokens, double squar
     return whole >= 0 ? whole / level.pad_multiple * level.pad_multiple : -1;
 }
 
-void RoomList::insert(Item item) { items_.insert(std::upper_bound(items_.begin(), items_.end(), item), item); }
-
-std::int64_t RoomList::take(std::int64_t length, std::int64_t* room) {
-    const auto at = std::lower_bound(items_.begin(), items_.end(), Item{length, -1});
-    if (at == items_.end()) return -1;
-    const std::int64_t number = at->second;
-    if (room != nullptr) *room = at->first;
-    items_.erase(at);
-    return number;
+void RoomList::close_hole() {
+    if (hole_ == kNone) return;
+    items_.erase(items_.begin() + static_cast<std::ptrdiff_t>(hole_));
+    hole_ = kNone;
 }
 
-std::int64_t best_fit(const std::vector<std::int64_t>& members, const std::vector<std::int64_t>& padded,
-                      std::int64_t cap, std::int64_t max_sequences, std::vector<std::int64_t>& pack_of) {
+void RoomList::insert(std::int64_t room, std::int64_t number) {
+    const Item item{room, number};
+    if (hole_ == kNone) {
+        items_.insert(std::upper_bound(items_.begin(), items_.end(), item), item);
+        return;
+    }
+    const auto hole = items_.begin() + static_cast<std::ptrdiff_t>(hole_);
+    const auto before = std::upper_bound(items_.begin(), hole, item);
+    if (before != hole) {
+        std::move_backward(before, hole, hole + 1);
+        *before = item;
+    } else {
+        const auto after = std::upper_bound(hole + 1, items_.end(), item);
+        std::move(hole + 1, after, hole);
+        *(after - 1) = item;
+    }
+    hole_ = kNone;
+}
+
+std::int64_t RoomList::take(std::int64_t length, std::int64_t* room) {
+    close_hole();
+    const auto at = std::lower_bound(items_.begin(), items_.end(), Item{length, -1});
+    if (at == items_.end()) return -1;
+    hole_ = static_cast<std::size_t>(at - items_.begin());
+    if (room != nullptr) *room = at->room;
+    return at->number;
+}
+
+std::int64_t best_fit_packs(const std::vector<std::int64_t>& members, const std::vector<std::int64_t>& padded,
+                            std::int64_t cap, std::int64_t max_sequences, std::vector<std::int64_t>& pack_of) {
     RoomList open;
     std::vector<std::int64_t> sizes;
     pack_of.clear();
@@ -118,7 +139,7 @@ std::int64_t best_fit(const std::vector<std::int64_t>& members, const std::vecto
             sizes.push_back(0);
         }
         pack_of.push_back(number);
-        if (++sizes[static_cast<std::size_t>(number)] < max_sequences) open.insert({room - length, number});
+        if (++sizes[static_cast<std::size_t>(number)] < max_sequences) open.insert(room - length, number);
     }
     return static_cast<std::int64_t>(sizes.size());
 }

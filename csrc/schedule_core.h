@@ -44,19 +44,25 @@ struct Cost {
     }
 };
 
+// One CP size.
+struct Level {
+    std::int64_t k, pad_multiple, token_cap;
+
+    std::int64_t padded(std::int64_t length) const {
+        return pad_multiple == 1 ? length : divide_up(length, pad_multiple) * pad_multiple;
+    }
+};
+
 struct Problem {
     const std::int64_t* seqlens;
     std::size_t count;
     std::vector<std::int64_t> cp_sizes;  // rising
     std::int64_t num_ranks, token_limit, tail, max_sequences, microbatches_multiple;
     Cost cost;
-};
 
-struct Level {
-    std::int64_t k, pad_multiple, token_cap;
-
-    std::int64_t padded(std::int64_t length) const {
-        return pad_multiple == 1 ? length : divide_up(length, pad_multiple) * pad_multiple;
+    Level level(std::int64_t k) const {
+        const std::int64_t pad = k > 1 ? 2 * k : 1;
+        return {k, pad, token_limit * k / pad * pad};
     }
 };
 
@@ -197,22 +203,55 @@ class Heap {
 // (room, number) in rising order; small enough that moving entries beats a tree.
 class RoomList {
    public:
-    using Item = std::pair<std::int64_t, std::int64_t>;
-
-    void clear() { items_.clear(); }
-    std::int64_t largest() const { return items_.empty() ? -1 : items_.back().first; }
-    void insert(Item item);
+    void clear() {
+        items_.clear();
+        hole_ = kNone;
+    }
+    std::int64_t largest() {
+        close_hole();
+        return items_.empty() ? -1 : items_.back().room;
+    }
+    void insert(std::int64_t room, std::int64_t number);
     // Takes out the entry with the least room that is at least `length`; its number, or -1.
     std::int64_t take(std::int64_t length, std::int64_t* room = nullptr);
 
    private:
+    static constexpr std::size_t kNone = ~std::size_t{0};
+    struct Item {
+        std::int64_t room, number;
+        bool operator<(const Item& other) const {
+            return room != other.room ? room < other.room : number < other.number;
+        }
+    };
+    void close_hole();
+
     std::vector<Item> items_;
+    // What has been taken out mostly comes back a little further down: only what lies between has to move.
+    std::size_t hole_ = kNone;
 };
 
 // Each of `members` (indices of `padded`) in the order given into the fullest pack that holds it; returns how many packs,
 // and writes the pack of each member.
-std::int64_t best_fit(const std::vector<std::int64_t>& members, const std::vector<std::int64_t>& padded,
-                      std::int64_t cap, std::int64_t max_sequences, std::vector<std::int64_t>& pack_of);
+std::int64_t best_fit_packs(const std::vector<std::int64_t>& members, const std::vector<std::int64_t>& padded,
+                            std::int64_t cap, std::int64_t max_sequences, std::vector<std::int64_t>& pack_of);
+
+// The sequences of a problem on one CP size.
+class StaticCp {
+    const Problem& problem_;
+    Level level_;
+
+   public:
+    StaticCp(const Problem& problem, std::int64_t cp_size);
+
+    std::vector<std::int64_t> padded;
+    std::vector<double> costs;        // seconds
+    std::vector<std::int64_t> order;  // by falling cost, ties by id
+
+    // Best-fit by falling length; `members` is left in that order.
+    std::vector<std::vector<std::int64_t>> packs(std::vector<std::int64_t>& members) const;
+    // The packs of each block's sequences.
+    Ops pack(std::vector<std::vector<std::int64_t>> split) const;
+};
 
 struct Search {
     double stages_before;  // (stages - 1) / virtual stages
@@ -223,9 +262,14 @@ struct Search {
 Ops buddy(const Problem& problem, double lower_bound);
 Ops waves(const Problem& problem, const Search& search);
 Ops lpt(const Problem& problem, std::int64_t cp_size);
+Ops kk(const Problem& problem, std::int64_t cp_size);
+// The next wave out of a buffer, led by sequence `leader` unless that is -1.
+Ops stream_wave(const Problem& problem, std::int64_t leader);
 Ops dynamic_cp(const Problem& problem, std::int64_t unit);
 // Without padding before; false as soon as the step must be longer than `seconds`.
 bool dynamic_cp_within(const Problem& problem, const Search& search, double seconds, Ops& ops);
+// Packs in order; their first rank is left 0, since the caller deals them out.
+Ops best_fit(const Problem& problem, std::int64_t cp_size);
 Ops next_fit(const Problem& problem, std::int64_t cp_size);
 double free_step(const std::int64_t* first_rank, const std::int64_t* cp_size, const double* seconds, std::size_t count,
                  std::int64_t num_ranks);

@@ -31,7 +31,7 @@ void Rooms::put(std::int32_t number, std::size_t i) {
     if (op.count >= scratch_.problem.max_sequences) return;
     const Level& level = scratch_.levels[static_cast<std::size_t>(op.level)];
     const std::int64_t room = scratch_.room(level, op.tokens, op.squares, limit_);
-    if (room >= 0) list_.insert({room, number});
+    if (room >= 0) list_.insert(room, number);
 }
 
 std::size_t AloneTable::choose_level(std::size_t i, double limit) {

@@ -35,7 +35,7 @@ class Rooms {
    public:
     Rooms(const Scratch& scratch, double limit, GrowingOps& ops) : scratch_(scratch), limit_(limit), ops_(ops) {}
 
-    std::int64_t largest() const { return list_.largest(); }
+    std::int64_t largest() { return list_.largest(); }
     // Starts an op with sequence i; its number.
     std::int32_t open(std::size_t level, std::size_t i);
     // Number of the op that took sequence i, or -1.

@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
         seed=args.seed,
         column=args.column,
     )
-    names = algorithms_of(args.algorithms, mode, len(seqlens))
+    names = algorithms_of(args.algorithms, mode)
     limits = Limits(microbatches_multiple=args.microbatches_multiple, max_sequences_per_microbatch=args.max_sequences)
     results = compare(seqlens, layout, cost, mode, names, **asdict(limits))
     drawn = _drawn(args.draw, results, wanted=bool(args.trace or args.png or args.html))

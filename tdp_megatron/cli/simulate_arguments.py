@@ -12,8 +12,6 @@ from tdp_megatron.types import ParallelLayout
 __all__ = ["add_arguments", "algorithms_of", "cost_of", "layout_of"]
 
 _DIMENSIONS = ("active_parameters", "attention_width", "num_layers", "kv_width")
-#: Plain Python, and slow on large batches; they are left out unless asked for.
-_MOST_SEQUENCES = {"stream": 4096, "kk": 16_384}
 #: Ranks have different numbers of microbatches, which lockstep and pipelines cannot run.
 _UNEQUAL = ("balanced_hybrid_cp", "buddy")
 
@@ -141,7 +139,7 @@ def cost_of(args: argparse.Namespace) -> tuple[str, CostModel]:
     )
 
 
-def algorithms_of(text: str | None, mode: Mode, num_sequences: int) -> list[str]:
+def algorithms_of(text: str | None, mode: Mode) -> list[str]:
     """Names of the algorithms to compare, Megatron's first, ``auto`` last.
 
     Raises:
@@ -155,9 +153,4 @@ def algorithms_of(text: str | None, mode: Mode, num_sequences: int) -> list[str]
         return names
     first = ["dp_balanced", "balanced_hybrid_cp", "default_dynamic_cp"]
     names = [*first, *(name for name in algorithms() if name not in first), "auto"]
-    return [
-        name
-        for name in names
-        if num_sequences <= _MOST_SEQUENCES.get(name, num_sequences)
-        and not (mode.needs_equal_count and name in _UNEQUAL)
-    ]
+    return [name for name in names if not (mode.needs_equal_count and name in _UNEQUAL)]

@@ -24,7 +24,7 @@ _GOOD_ENOUGH = 1.005
 #: The same for large batches, where a candidate takes long and luck plays no part: from so many sequences on, and where
 #: ranks have equal numbers of microbatches, for which ``waves`` is ahead of all others.
 _GOOD_ENOUGH_LARGE = ((16384, 1.03, False), (4096, 1.01, True))
-#: Differencing and hybrid CP are plain Python and pay off, if ever, only for few sequences.
+#: Differencing pays off, if ever, only for few sequences, and so does hybrid CP, which is plain Python.
 _FEW_SEQUENCES = 512
 
 #: A plan of the problem; None where it is certain to take longer than so many seconds.

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import heapq
 
+import numpy as np
+
 from tdp_megatron import _C
 from tdp_megatron.schedule.native import native_input
 from tdp_megatron.schedule.packs import best_fit_packs, plan_of_ops, plan_of_rank_packs, static_cp_size
 from tdp_megatron.schedule.plan import Plan, padded_seqlens
 from tdp_megatron.schedule.problem import Problem, pack_token_cap
 
-__all__ = ["best_fit", "kk", "lpt", "lpt_reference"]
+__all__ = ["best_fit", "best_fit_reference", "kk", "kk_reference", "lpt", "lpt_reference"]
 
 
 def lpt(problem: Problem) -> Plan:
@@ -35,6 +37,12 @@ def kk(problem: Problem) -> Plan:
 
     Karmarkar and Karp, "The differencing method of set partitioning" (1982), for many sets. CP is static.
     """
+    cp_size = static_cp_size(problem, "kk")
+    return plan_of_ops(problem, *_C.schedule_kk(native_input(problem), cp_size), "kk")
+
+
+def kk_reference(problem: Problem) -> Plan:
+    """``kk`` in plain Python; the native core gives the same plan."""
     cp_size = static_cp_size(problem, "kk")
     num_blocks = problem.layout.num_ranks // cp_size
     costs = problem.cost.sequence_costs(problem.seqlens, cp_size).tolist()
@@ -83,6 +91,21 @@ def _join(
 
 def best_fit(problem: Problem) -> Plan:
     """Fewest packs, by tokens alone: best-fit by falling length, then packs to the DP rank with the least work."""
+    cp_size = static_cp_size(problem, "best_fit")
+    _, sizes, offsets, ids = _C.schedule_best_fit(native_input(problem), cp_size)
+    packs = Plan.from_packs(problem.layout, problem.seqlens, np.zeros_like(sizes), sizes, offsets, ids)
+    by_block = _longest_first(problem.cost.plan_costs(packs).tolist(), problem.layout.num_ranks // cp_size)
+    places = sorted((microbatch, block) for block, numbers in enumerate(by_block) for microbatch in range(len(numbers)))
+    order = np.array([by_block[block][microbatch] for microbatch, block in places], dtype=np.int64)
+    first_rank = np.array([block * cp_size for _, block in places], dtype=np.int64)
+    counts = np.diff(offsets)[order]
+    ends = np.cumsum(counts)
+    entries = np.arange(len(ids), dtype=np.int64) + np.repeat(offsets[:-1][order] - (ends - counts), counts)
+    return plan_of_ops(problem, first_rank, sizes, np.append(0, ends), ids[entries], "best_fit")
+
+
+def best_fit_reference(problem: Problem) -> Plan:
+    """``best_fit`` in plain Python; the native core gives the same plan."""
     cp_size = static_cp_size(problem, "best_fit")
     num_blocks = problem.layout.num_ranks // cp_size
     padded = padded_seqlens(problem.seqlens, cp_size).tolist()

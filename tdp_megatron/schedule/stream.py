@@ -9,22 +9,32 @@ from typing import Any
 
 import numpy as np
 
+from tdp_megatron import _C
 from tdp_megatron.errors import ScheduleError, StateMismatchError
 from tdp_megatron.schedule.cost import CostModel
 from tdp_megatron.schedule.dynamic import Scratch
 from tdp_megatron.schedule.keys import bundles_of, merged_length
-from tdp_megatron.schedule.packs import PlacedOp, plan_of_placed_ops
+from tdp_megatron.schedule.native import native_input
+from tdp_megatron.schedule.packs import PlacedOp, plan_of_ops
 from tdp_megatron.schedule.plan import Plan
 from tdp_megatron.schedule.problem import Limits, Mode, Problem, check_fits, pack_token_cap
 from tdp_megatron.schedule.wave_building import Wave, place, tall_wave
 from tdp_megatron.types import Int64Array, ParallelLayout
 
-__all__ = ["StreamScheduler", "StreamWave", "join_waves", "stream"]
+__all__ = ["StreamScheduler", "StreamWave", "join_waves", "stream", "stream_wave_reference"]
 
 #: Seeds tried for one wave, from the longest sample in the buffer down.
 _SEEDS = 8
 #: A wave whose ranks do useful work for this share of its time is good enough to stop looking.
 _USEFUL_ENOUGH = 0.97
+#: CP sizes tried for the sample that leads: the smallest that hold it.
+_LEADER_SIZES = 3
+_MODE = Mode("lockstep")
+
+#: First rank, CP size and offsets of ops, and their sample ids.
+_Ops = tuple[Int64Array, Int64Array, Int64Array, Int64Array]
+#: Rows of the buffer.
+_SEQLEN, _NUMBER, _TOGETHER, _APART = range(4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,14 +82,15 @@ class StreamScheduler:
         self._window = int(window)
         self._max_age = int(max_age) or 8 * self._window
         self._limits = Limits(max_sequences_per_microbatch=max_sequences)
-        self._seqlens: list[int] = []
-        self._numbers: list[int] = []
-        self._together: list[int] = []
-        self._apart: list[int] = []
+        self._longest = max(pack_token_cap(layout, k) for k in layout.cp_sizes)
+        #: int64 [4, n], by falling length, ties by number.
+        self._buffer = np.zeros((4, 0), dtype=np.int64)
+        #: What came since the last wave.
+        self._new: list[tuple[int, int, int, int]] = []
         self._arrived = 0
 
     def __len__(self) -> int:
-        return len(self._seqlens)
+        return self._buffer.shape[1] + len(self._new)
 
     @property
     def num_arrived(self) -> int:
@@ -89,12 +100,13 @@ class StreamScheduler:
     @property
     def numbers(self) -> Int64Array:
         """int64 [n], numbers of the samples in the buffer, in order of arrival."""
-        return np.array(self._numbers, dtype=np.int64)
+        self._merge()
+        return np.sort(self._buffer[_NUMBER])
 
     def add(self, seqlen: int, *, together: int = -1, apart: int = -1) -> StreamWave | None:
         """Put the next sample in the buffer, and take a wave if that fills it; see ``put``."""
         self.put(seqlen, together=together, apart=apart)
-        return self.take(more=True) if len(self._seqlens) >= self._window else None
+        return self.take(more=True) if len(self) >= self._window else None
 
     def put(self, seqlen: int, *, together: int = -1, apart: int = -1) -> None:
         """Put the next sample in the buffer.
@@ -113,29 +125,40 @@ class StreamScheduler:
                 raise TypeError(f"{name} must be an int, got {type(value).__name__}")
             if value < (0 if name == "seqlen" else -1):
                 raise ValueError(f"{name} must not be negative, got {value}")
-        check_fits(np.array([seqlen], dtype=np.int64), self._layout, self._layout.cp_sizes)
+        if seqlen > self._longest:
+            check_fits(np.array([seqlen], dtype=np.int64), self._layout, self._layout.cp_sizes)
         if together >= 0:
             self._check_unit(int(seqlen), int(together), int(apart))
-        self._seqlens.append(int(seqlen))
-        self._numbers.append(self._arrived)
-        self._together.append(int(together))
-        self._apart.append(int(apart))
+        self._new.append((int(seqlen), self._arrived, int(together), int(apart)))
         self._arrived += 1
+
+    def _merge(self) -> None:
+        if self._new:
+            self._extend(np.array(self._new, dtype=np.int64).T)
+            self._new = []
+
+    def _extend(self, rows: Int64Array) -> None:
+        """Put ``rows``, int64 [4, n] in order of arrival, into the buffer."""
+        joined = np.concatenate([self._buffer, rows], axis=1)
+        # take and compress leave rows contiguous, as the native core wants them.
+        self._buffer = np.take(joined, np.argsort(-joined[_SEQLEN], kind="stable"), axis=1)
 
     def _check_unit(self, seqlen: int, together: int, apart: int) -> None:
         """Refuse a sample that cannot go out with those of its key."""
-        unit = [i for i, key in enumerate(self._together) if key == together]
-        tokens = merged_length(self._layout, [*(self._seqlens[i] for i in unit), seqlen])
-        limit = max(pack_token_cap(self._layout, k) for k in self._layout.cp_sizes)
+        self._merge()
+        unit = self._buffer[:, self._buffer[_TOGETHER] == together]
+        count = unit.shape[1]
+        tokens = merged_length(self._layout, [*unit[_SEQLEN].tolist(), seqlen])
+        limit = self._longest
         if tokens > limit:
             raise ScheduleError(
-                f"{len(unit) + 1} samples belong together (key {together}) and have {tokens} tokens when padded, the "
+                f"{count + 1} samples belong together (key {together}) and have {tokens} tokens when padded, the "
                 f"limit of a microbatch is {limit}; use fewer, or raise max_seqlen_per_dp_cp_rank or the CP size"
             )
         most = self._limits.max_sequences_per_microbatch
-        if most and len(unit) >= most:
-            raise ScheduleError(f"{len(unit) + 1} samples belong together (key {together}), at most {most} may share")
-        if apart >= 0 and any(self._apart[i] == apart for i in unit):
+        if most and count >= most:
+            raise ScheduleError(f"{count + 1} samples belong together (key {together}), at most {most} may share")
+        if apart >= 0 and apart in unit[_APART]:
             raise ScheduleError(f"two samples belong together (key {together}), and apart (key {apart})")
 
     def flush(self) -> list[StreamWave]:
@@ -154,92 +177,98 @@ class StreamScheduler:
         Raises:
             ScheduleError: all samples in the buffer belong together, and there may be more of them.
         """
-        if not self._seqlens:
+        wave = self._next_ops(more)
+        if wave is None:
             return None
-        units = self._units(more)
-        lengths = [merged_length(self._layout, [self._seqlens[i] for i in unit]) for unit in units]
-        largest = max(map(len, units))
+        first_rank, cp_size, offsets, samples = wave
+        numbers = samples[_NUMBER]
+        order = np.argsort(numbers)
+        local = np.empty_like(order)
+        local[order] = np.arange(len(order))
+        problem = Problem(samples[_SEQLEN][order], self._layout, self._cost, _MODE, self._limits)
+        return StreamWave(plan_of_ops(problem, first_rank, cp_size, offsets, local, "stream"), numbers[order])
+
+    def _next_ops(self, more: bool) -> _Ops | None:
+        """Take the next wave: first rank, CP size and offsets of its ops, and the rows of their samples, [4, n]."""
+        self._merge()
+        if len(self) == 0:
+            return None
+        keyed = bool((self._buffer[_TOGETHER:] >= 0).any())
+        first_rank, cp_size, offsets, places = self._unit_ops(more) if keyed else self._sample_ops()
+        samples = np.take(self._buffer, places, axis=1)
+        stays = np.ones(len(self), dtype=np.bool_)
+        stays[places] = False
+        self._buffer = np.compress(stays, self._buffer, axis=1)
+        return first_rank, cp_size, offsets, samples
+
+    def _sample_ops(self) -> _Ops:
+        """The next wave of samples without keys, with places in the buffer."""
+        oldest = int(np.argmin(self._buffer[_NUMBER]))
+        overdue = self._arrived - int(self._buffer[_NUMBER, oldest]) > self._max_age
+        return self._wave(self._buffer[_SEQLEN], self._limits, oldest if overdue else -1)
+
+    def _unit_ops(self, more: bool) -> _Ops:
+        """The next wave of what belongs together, with places in the buffer."""
+        arrival = np.argsort(self._buffer[_NUMBER])
+        seqlens, numbers, _, _ = rows = self._buffer[:, arrival].tolist()
+        units = self._units(rows[_TOGETHER], more and numbers[-1] == self._arrived - 1)
+        merged = [merged_length(self._layout, [seqlens[i] for i in unit]) for unit in units]
         # A unit counts as one sequence, so it gets the limit for the largest one.
-        limits = Limits(max_sequences_per_microbatch=self._limits.max_sequences_per_microbatch // largest)
-        mode = Mode("lockstep")
-        scratch = Scratch(Problem(np.array(lengths, dtype=np.int64), self._layout, self._cost, mode, limits))
-        ops = self._apart_ops(place(scratch, [self._best_wave(scratch, units)])[0], units)
-        chosen = sorted(i for _, _, ids in ops for i in ids)
-        local = {i: at for at, i in enumerate(chosen)}
-        placed: list[PlacedOp] = [(first, k, [local[i] for i in ids]) for first, k, ids in ops]
-        seqlens = np.array([self._seqlens[i] for i in chosen], dtype=np.int64)
-        inner = Problem(seqlens, self._layout, self._cost, mode, self._limits)
-        numbers = np.array([self._numbers[i] for i in chosen], dtype=np.int64)
-        gone = set(chosen)
-        for column in (self._numbers, self._seqlens, self._together, self._apart):
-            column[:] = [value for i, value in enumerate(column) if i not in gone]
-        return StreamWave(plan_of_placed_ops(inner, placed, "stream"), numbers)
+        limits = Limits(max_sequences_per_microbatch=self._limits.max_sequences_per_microbatch // max(map(len, units)))
+        overdue = [number for number, unit in enumerate(units) if self._arrived - numbers[unit[0]] > self._max_age]
+        leader = overdue[0] if overdue else -1
+        first_rank, cp_size, offsets, ids = self._wave(np.array(merged, dtype=np.int64), limits, leader)
+        ends = [0]
+        places: list[int] = []
+        for op in np.split(ids, offsets[1:-1]):
+            places += self._without_apart([units[number] for number in op.tolist()], rows[_APART])
+            ends.append(len(places))
+        return first_rank, cp_size, np.array(ends, dtype=np.int64), arrival[np.array(places, dtype=np.int64)]
 
-    def _units(self, more: bool) -> list[list[int]]:
-        """Places in the buffer that go out together, by the first of each."""
-        units = bundles_of(np.array(self._together, dtype=np.int64), len(self._together))
-        last = self._together[-1]
-        if more and last >= 0 and self._numbers[-1] == self._arrived - 1:
-            waiting = [unit for unit in units if self._together[unit[0]] != last]
-            if not waiting:
-                raise ScheduleError(
-                    f"all {len(self._together)} samples in the window belong together (key {last}), and more may come; "
-                    "raise window"
-                )
-            return waiting
-        return units
+    def _wave(self, seqlens: Int64Array, limits: Limits, leader: int) -> _Ops:
+        problem = Problem(seqlens, self._layout, self._cost, _MODE, limits)
+        ops: _Ops = _C.schedule_stream_wave(native_input(problem), leader)
+        return ops
 
-    def _best_wave(self, scratch: Scratch, units: list[list[int]]) -> Wave:
-        best: Wave = []
-        best_useful = -1.0
-        for seed in self._seeds(scratch, units):
-            alive = list(range(seed, len(units)))
-            for limit in self._seed_limits(scratch, seed):
-                wave, _ = tall_wave(scratch, alive, limit)
-                useful = _useful_share(scratch, wave)
-                if useful > best_useful:
-                    best, best_useful = wave, useful
-            if best_useful >= _USEFUL_ENOUGH:
-                break
-        return best
+    @staticmethod
+    def _units(together: list[int], more: bool) -> list[list[int]]:
+        """Samples that go out together, by the first of each; ``more`` of the last one's key may come."""
+        units = bundles_of(np.array(together, dtype=np.int64), len(together))
+        last = together[-1]
+        if not more or last < 0:
+            return units
+        waiting = [unit for unit in units if together[unit[0]] != last]
+        if not waiting:
+            raise ScheduleError(
+                f"all {len(together)} samples in the window belong together (key {last}), and more may come; "
+                "raise window"
+            )
+        return waiting
 
-    def _apart_ops(self, ops: list[PlacedOp], units: list[list[int]]) -> list[PlacedOp]:
-        """The ops with places in the buffer; units that meet their own key there stay in the buffer."""
-        kept: list[PlacedOp] = []
-        for first, k, ids in ops:
-            met: set[int] = set()
-            members: list[int] = []
-            for number in ids:
-                keys = {self._apart[i] for i in units[number] if self._apart[i] >= 0}
-                if not keys & met:
-                    met |= keys
-                    members += units[number]
-            kept.append((first, k, members))
-        return kept
-
-    def _seed_limits(self, scratch: Scratch, seed: int) -> list[float]:
-        """Times of the leading sample on the fewest ranks that hold it, on twice and on four times as many."""
-        times = [level.alone[seed] for level in scratch.levels if level.alone[seed] < math.inf]
-        return times[:3]
-
-    def _seeds(self, scratch: Scratch, units: list[list[int]]) -> list[int]:
-        """Places in the order of falling length that may lead the wave; an overdue unit leads alone."""
-        overdue = [i for i, unit in enumerate(units) if self._arrived - self._numbers[unit[0]] > self._max_age]
-        if overdue:
-            return [scratch.sample_ids.index(overdue[0])]
-        count = len(scratch.lengths)
-        return sorted({count * step // (2 * _SEEDS) for step in range(_SEEDS)})
+    @staticmethod
+    def _without_apart(units: list[list[int]], apart: list[int]) -> list[int]:
+        """Samples of the units of one op, but for those units that meet their own key there."""
+        met: set[int] = set()
+        members: list[int] = []
+        for unit in units:
+            keys = {apart[i] for i in unit if apart[i] >= 0}
+            if not keys & met:
+                met |= keys
+                members += unit
+        return members
 
     def state_dict(self) -> dict[str, Any]:
         """Lengths, numbers and keys of the samples in the buffer, and how many arrived; a copy."""
+        self._merge()
+        seqlens, numbers, together, apart = self._buffer[:, np.argsort(self._buffer[_NUMBER])].tolist()
         return {
             "version": 1,
             "window": self._window,
             "max_age": self._max_age,
-            "seqlens": list(self._seqlens),
-            "numbers": list(self._numbers),
-            "together": list(self._together),
-            "apart": list(self._apart),
+            "seqlens": seqlens,
+            "numbers": numbers,
+            "together": together,
+            "apart": apart,
             "arrived": self._arrived,
         }
 
@@ -253,14 +282,44 @@ class StreamScheduler:
         for name, here in (("version", 1), ("window", self._window), ("max_age", self._max_age)):
             if state[name] != here:
                 raise StateMismatchError(f"{name} of the saved stream is {state[name]}, here it is {here}")
-        seqlens = [int(seqlen) for seqlen in state["seqlens"]]
-        check_fits(np.array(seqlens, dtype=np.int64), self._layout, self._layout.cp_sizes)
-        self._seqlens = seqlens
-        self._numbers = [int(number) for number in state["numbers"]]
+        seqlens = np.array(state["seqlens"], dtype=np.int64)
+        check_fits(seqlens, self._layout, self._layout.cp_sizes)
         none = [-1] * len(seqlens)  # states saved before there were keys
-        self._together = [int(key) for key in state.get("together", none)]
-        self._apart = [int(key) for key in state.get("apart", none)]
+        keys = [np.array(state.get(name, none), dtype=np.int64) for name in ("together", "apart")]
+        self._buffer, self._new = np.zeros((4, 0), dtype=np.int64), []
+        self._extend(np.stack([seqlens, np.array(state["numbers"], dtype=np.int64), *keys]))
         self._arrived = int(state["arrived"])
+
+
+def stream_wave_reference(problem: Problem, leader: int) -> list[PlacedOp]:
+    """The next wave out of a buffer in plain Python; the native core gives the same.
+
+    Of waves led by some of the longer sequences, on each of the fewest ranks that hold the leader, the one whose ranks
+    do useful work for the largest share of its time.
+
+    Args:
+        problem: the buffer as one batch.
+        leader: the sequence that must lead; -1 for none.
+    """
+    scratch = Scratch(problem)
+    count = len(scratch.lengths)
+    if leader >= 0:
+        seeds = [scratch.sample_ids.index(leader)]
+    else:
+        seeds = sorted({count * step // (2 * _SEEDS) for step in range(_SEEDS)})
+    best: Wave = []
+    best_useful = -1.0
+    for seed in seeds:
+        alive = list(range(seed, count))
+        times = [level.alone[seed] for level in scratch.levels if level.alone[seed] < math.inf]
+        for limit in times[:_LEADER_SIZES]:
+            wave, _ = tall_wave(scratch, alive, limit)
+            useful = _useful_share(scratch, wave)
+            if useful > best_useful:
+                best, best_useful = wave, useful
+        if best_useful >= _USEFUL_ENOUGH:
+            break
+    return place(scratch, [best])[0]
 
 
 def _useful_share(scratch: Scratch, wave: Wave) -> float:
@@ -282,20 +341,26 @@ def stream(problem: Problem, *, window: int = 0, max_age: int = 0) -> Plan:
         window: samples in the buffer; 0 means the whole batch.
         max_age: see ``StreamScheduler``.
     """
+    window = window or max(len(problem.seqlens), 1)
     scheduler = StreamScheduler(
         problem.layout,
         problem.cost,
-        window=window or max(len(problem.seqlens), 1),
+        window=window,
         max_age=max_age,
         max_sequences=problem.limits.max_sequences_per_microbatch,
     )
-    waves = []
-    for seqlen in problem.seqlens.tolist():
-        wave = scheduler.add(seqlen)
-        if wave is not None:
-            waves.append(wave)
-    waves.extend(scheduler.flush())
-    return _joined(problem, waves)
+    n = len(problem.seqlens)
+    none = np.full(n, -1, dtype=np.int64)
+    rows = np.stack([problem.seqlens, np.arange(n, dtype=np.int64), none, none])
+    waves: list[_Ops] = []
+    while True:
+        end = min(scheduler._arrived + window - len(scheduler), n)
+        scheduler._extend(rows[:, scheduler._arrived : end])
+        scheduler._arrived = end
+        wave = scheduler._next_ops(more=False)
+        if wave is None:
+            return _joined(problem, waves)
+        waves.append((*wave[:3], wave[3][_NUMBER]))
 
 
 def join_waves(waves: Sequence[StreamWave], layout: ParallelLayout, cost: CostModel) -> Plan:
@@ -308,18 +373,28 @@ def join_waves(waves: Sequence[StreamWave], layout: ParallelLayout, cost: CostMo
     Returns:
         A plan of the waves' samples, those of the first wave before those of the second and so on.
     """
-    ends = np.cumsum([len(wave.sample_numbers) for wave in waves]).tolist()
-    local = [
-        StreamWave(w.plan, np.arange(end - len(w.sample_numbers), end)) for w, end in zip(waves, ends, strict=True)
-    ]
-    seqlens = np.concatenate([wave.plan.seqlens for wave in waves])
-    return _joined(Problem(seqlens, layout, cost, Mode("lockstep"), Limits()), local)
+    plans = [wave.plan for wave in waves]
+    starts = np.cumsum([0, *(len(plan.seqlens) for plan in plans)]).tolist()
+    problem = Problem(np.concatenate([plan.seqlens for plan in plans]), layout, cost, _MODE, Limits())
+    return _joined(
+        problem,
+        [
+            (plan.op_first_rank, plan.op_cp_size, plan.op_offsets, plan.sample_ids + start)
+            for plan, start in zip(plans, starts, strict=False)
+        ],
+    )
 
 
-def _joined(problem: Problem, waves: Sequence[StreamWave]) -> Plan:
-    placed: list[PlacedOp] = [
-        (op.first_rank, op.cp_size, wave.sample_numbers[list(op.sample_ids)].tolist())
-        for wave in waves
-        for op in wave.plan.ops
-    ]
-    return plan_of_placed_ops(problem, placed, "stream")
+def _joined(problem: Problem, waves: Sequence[_Ops]) -> Plan:
+    """The plan of waves given as first ranks, CP sizes and offsets of their ops, and sample ids."""
+    empty = np.zeros(0, dtype=np.int64)
+    first_rank, cp_size, counts, ids = (
+        np.concatenate([empty, *columns])
+        for columns in (
+            [wave[0] for wave in waves],
+            [wave[1] for wave in waves],
+            [np.diff(wave[2]) for wave in waves],
+            [wave[3] for wave in waves],
+        )
+    )
+    return plan_of_ops(problem, first_rank, cp_size, np.append(0, np.cumsum(counts)), ids, "stream")

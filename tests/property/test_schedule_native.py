@@ -13,9 +13,11 @@ from tdp_megatron.schedule import CostModel, Limits, Mode, Plan, Problem, preset
 from tdp_megatron.schedule.buddy import buddy, buddy_reference
 from tdp_megatron.schedule.dp_balanced import dp_balanced, dp_balanced_reference
 from tdp_megatron.schedule.dynamic_cp import default_dynamic_cp, default_dynamic_cp_reference, dynamic_cp_within
-from tdp_megatron.schedule.lpt import lpt, lpt_reference
+from tdp_megatron.schedule.lpt import best_fit, best_fit_reference, kk, kk_reference, lpt, lpt_reference
+from tdp_megatron.schedule.native import native_input
 from tdp_megatron.schedule.problem import pack_token_cap
 from tdp_megatron.schedule.simulate import simulate, step_seconds
+from tdp_megatron.schedule.stream import stream_wave_reference
 from tdp_megatron.schedule.waves import waves, waves_reference
 from tdp_megatron.types import ParallelLayout
 
@@ -23,6 +25,8 @@ PAIRS = {
     "buddy": (buddy, buddy_reference),
     "waves": (waves, waves_reference),
     "lpt": (lpt, lpt_reference),
+    "kk": (kk, kk_reference),
+    "best_fit": (best_fit, best_fit_reference),
     "dp_balanced": (dp_balanced, dp_balanced_reference),
     "default_dynamic_cp": (default_dynamic_cp, default_dynamic_cp_reference),
 }
@@ -110,6 +114,22 @@ def test_strict_dynamic_cp_is_the_default_or_an_error(problem):
     else:
         assert strict == plan
         assert len(problem.seqlens) == 0 or not any(op.is_dummy for op in plan.ops)
+
+
+@settings(max_examples=300, deadline=None)
+@given(problem=problems(), leader=st.integers(-1, 40))
+def test_waves_of_a_stream_equal_the_reference(problem, leader):
+    count = len(problem.seqlens)
+    if count == 0 or leader >= count:
+        with pytest.raises(ValueError, match="leader must be -1 or one of the sequences"):
+            _C.schedule_stream_wave(native_input(problem), leader)
+        return
+    first_rank, cp_size, offsets, ids = _C.schedule_stream_wave(native_input(problem), leader)
+    native = [
+        (first, k, members.tolist())
+        for first, k, members in zip(first_rank.tolist(), cp_size.tolist(), np.split(ids, offsets[1:-1]), strict=True)
+    ]
+    assert native == stream_wave_reference(problem, leader)
 
 
 @settings(max_examples=50, deadline=None)
