@@ -24,6 +24,7 @@ _MOST_ROW_PX = 30
 _FEWEST_ROW_PX = 2
 _AROUND_PANEL_PX = 100
 _HEADER_PX = 90
+_MOST_TICKS = 16
 #: Blocks at least this high or wide are parted from the next.
 _PARTED_PX = 6
 
@@ -51,7 +52,7 @@ def figure(title: str, timelines: Sequence[Timeline]) -> Figure:
         from matplotlib.figure import Figure
         from matplotlib.lines import Line2D
         from matplotlib.patches import Patch
-        from matplotlib.ticker import MaxNLocator
+        from matplotlib.ticker import MultipleLocator
     except ImportError as error:
         raise TdpError(
             f"a PNG needs matplotlib ({error}); pip install 'tdp-megatron[plots]', or write HTML, which needs nothing"
@@ -98,7 +99,8 @@ def figure(title: str, timelines: Sequence[Timeline]) -> Figure:
         if t.num_ranks <= 2 * _PANEL_PX // _MOST_ROW_PX:
             axes.set_yticks(np.arange(t.num_ranks) + 0.5, [str(rank) for rank in range(t.num_ranks)])
         else:
-            axes.yaxis.set_major_locator(MaxNLocator(nbins=8, integer=True, steps=[1, 2, 4, 8, 10]))
+            # CP groups start at multiples of powers of two.
+            axes.yaxis.set_major_locator(MultipleLocator(1 << (t.num_ranks // _MOST_TICKS).bit_length()))
         axes.set_title(f"{t.name}: {t.caption}", loc="left", size=11)
     made.legend(
         handles=[

@@ -36,7 +36,8 @@ def cost_from_dimensions(
     of its width forward and 10 backward (Dao, FlashAttention-2, 2023), and the causal mask halves the pairs: 7.
 
     Args:
-        active_parameters: parameters that one token meets, output head included.
+        active_parameters: parameters that one token is multiplied with: the output head included, the embedding,
+            which is only looked up, not.
         attention_width: heads * head dimension; for unequal key and value dimensions (MLA) their mean.
         layers: of attention.
         kv_width: elements of K, and of V, of one token in one layer; for unequal dimensions their mean.
@@ -78,14 +79,14 @@ PRESETS: dict[str, CostModel] = {
         active_parameters=1.72e9, attention_width=2048, layers=28, kv_width=1024, mfu_linear=0.43
     ),
     "qwen-30b-a3b": cost_from_dimensions(
-        active_parameters=3.3e9, attention_width=4096, layers=48, kv_width=512, mfu_linear=0.3
+        active_parameters=3.04e9, attention_width=4096, layers=48, kv_width=512, mfu_linear=0.3
     ),
     "mistral-7b": cost_from_dimensions(
         active_parameters=7.1e9, attention_width=4096, layers=32, kv_width=1024, window=4096
     ),
     # MLA: 16 heads, keys of 192 and values of 128, both made anew from the latent before attention.
     "deepseek-v2-lite": cost_from_dimensions(
-        active_parameters=2.4e9, attention_width=2560, layers=27, kv_width=2560, mfu_linear=0.35
+        active_parameters=2.45e9, attention_width=2560, layers=27, kv_width=2560, mfu_linear=0.35
     ),
 }
 

@@ -20,6 +20,84 @@ def test_presets_place_the_crossover_of_linear_and_quadratic_work():
         preset("gpt-5")
 
 
+def attention(hidden: int, heads: int, kv_heads: int, head: int) -> int:
+    return hidden * head * (2 * heads + 2 * kv_heads)
+
+
+def gated_mlp(hidden: int, width: int) -> int:
+    return 3 * hidden * width
+
+
+#: By preset: parameters that a token is multiplied with in the layers, and in the output head; heads * head dimension;
+#: elements of K in one layer; layers; window. From the config.json of Llama-3.1-8B and -70B, Qwen3-1.7B and -30B-A3B,
+#: Mistral-7B-v0.1 and DeepSeek-V2-Lite.
+PUBLISHED = {
+    "llama-8b": (
+        32 * (attention(4096, 32, 8, 128) + gated_mlp(4096, 14336)),
+        4096 * 128256,
+        32 * 128,
+        8 * 128,
+        32,
+        0,
+    ),
+    "llama-70b": (
+        80 * (attention(8192, 64, 8, 128) + gated_mlp(8192, 28672)),
+        8192 * 128256,
+        64 * 128,
+        8 * 128,
+        80,
+        0,
+    ),
+    "qwen-1.7b": (
+        28 * (attention(2048, 16, 8, 128) + gated_mlp(2048, 6144)),
+        2048 * 151936,
+        16 * 128,
+        8 * 128,
+        28,
+        0,
+    ),
+    "qwen-30b-a3b": (
+        48 * (attention(2048, 32, 4, 128) + 8 * gated_mlp(2048, 768) + 2048 * 128),
+        2048 * 151936,
+        32 * 128,
+        4 * 128,
+        48,
+        0,
+    ),
+    "mistral-7b": (
+        32 * (attention(4096, 32, 8, 128) + gated_mlp(4096, 14336)),
+        4096 * 32000,
+        32 * 128,
+        8 * 128,
+        32,
+        4096,
+    ),
+    # Q of 16 heads of 192; a latent of 512 and 64 rotary elements; K of 128 and V of 128 made from the latent; output.
+    "deepseek-v2-lite": (
+        27 * (2048 * 16 * 192 + 2048 * 576 + 512 * 16 * 256 + 16 * 128 * 2048)
+        + gated_mlp(2048, 10944)
+        + 26 * (8 * gated_mlp(2048, 1408) + 2048 * 64),
+        2048 * 102400,
+        16 * (192 + 128) // 2,
+        16 * (192 + 128) // 2,
+        27,
+        0,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_presets_have_the_published_dimensions(name):
+    layer_parameters, head, width, kv_width, layers, window = PUBLISHED[name]
+    cost = preset(name)
+    tp = 8 if name == "llama-70b" else 1
+    assert (cost.layers, cost.window, cost.kv_bytes) == (layers, window, 4.0 * kv_width / tp)
+    assert cost.b == pytest.approx(7 * width * layers / (tp * 989e12 * 0.5))
+    # Their shares of the peak are assumptions.
+    share = {"llama-70b": 0.45, "qwen-1.7b": 0.43, "qwen-30b-a3b": 0.3, "deepseek-v2-lite": 0.35}.get(name, 0.5)
+    assert cost.a == pytest.approx(6 * (layer_parameters + head) / (tp * 989e12 * share), rel=0.005)
+
+
 def test_dimensions_give_the_published_flops():
     cost = cost_from_dimensions(
         active_parameters=1e9, attention_width=1024, layers=10, kv_width=256, tp=2, peak_flops=1e12, mfu_linear=1.0
