@@ -52,6 +52,37 @@ py::tuple to_python(const Ops& ops) {
     return py::make_tuple(to_array(ops.first_rank), to_array(ops.cp_size), to_array(ops.offsets), to_array(ops.ids));
 }
 
+// Refuses what would reach outside of an array.
+Ops from_python(const Problem& problem, const Array<int64_t>& first_rank, const Array<int64_t>& cp_size,
+                const Array<int64_t>& offsets, const Array<int64_t>& sample_ids) {
+    const int64_t count = size_1d(first_rank, "first_rank"), n = static_cast<int64_t>(problem.count);
+    require_size(cp_size, "cp_size", count);
+    require_size(offsets, "offsets", count + 1);
+    require_size(sample_ids, "sample_ids", n);
+    Ops ops;
+    ops.first_rank.assign(first_rank.data(), first_rank.data() + count);
+    ops.cp_size.assign(cp_size.data(), cp_size.data() + count);
+    ops.offsets.assign(offsets.data(), offsets.data() + count + 1);
+    ops.ids.assign(sample_ids.data(), sample_ids.data() + n);
+    for (size_t op = 0; op < ops.first_rank.size(); ++op) {
+        const int64_t first = ops.first_rank[op], k = ops.cp_size[op];
+        if (std::find(problem.cp_sizes.begin(), problem.cp_sizes.end(), k) == problem.cp_sizes.end())
+            throw std::invalid_argument("cp_size " + std::to_string(k) + " must be allowed");
+        if (first < 0 || first > problem.num_ranks - k)
+            throw std::invalid_argument("op " + std::to_string(op) + " must lie inside the ranks");
+        if (ops.offsets[op] > ops.offsets[op + 1]) throw std::invalid_argument("offsets must rise");
+    }
+    if (ops.offsets.front() != 0 || ops.offsets.back() != n)
+        throw std::invalid_argument("offsets must end with " + std::to_string(n));
+    std::vector<bool> seen(problem.count, false);
+    for (const int64_t id : ops.ids) {
+        if (id < 0 || id >= n || seen[static_cast<size_t>(id)])
+            throw std::invalid_argument("sample_ids must hold each number once, got " + std::to_string(id));
+        seen[static_cast<size_t>(id)] = true;
+    }
+    return ops;
+}
+
 template <class Run>
 py::tuple without_gil(Run run) {
     Ops ops;
@@ -97,6 +128,20 @@ void register_schedule(py::module_& m) {
     def_static("schedule_kk", schedule::kk, "Ops as (first_rank, cp_size, offsets, sample_ids), int64.");
     def_static("schedule_best_fit", schedule::best_fit, "Packs as (zeros, cp_size, offsets, sample_ids), int64.");
     def_static("schedule_next_fit", schedule::next_fit, "Packs as (zeros, cp_size, offsets, sample_ids), int64.");
+    m.def(
+        "schedule_fill_tails",
+        [](const Input& input, bool lockstep, bool pipeline, double stages_before, const Array<int64_t>& first_rank,
+           const Array<int64_t>& cp_size, const Array<int64_t>& offsets, const Array<int64_t>& sample_ids) {
+            Ops ops = from_python(input.problem, first_rank, cp_size, offsets, sample_ids);
+            const Search search{stages_before, lockstep, pipeline, 0.0};
+            return without_gil([&] {
+                schedule::fill_tails(input.problem, search, ops);
+                return std::move(ops);
+            });
+        },
+        py::arg("input"), py::arg("lockstep"), py::arg("pipeline"), py::arg("stages_before"),
+        py::arg("first_rank").noconvert(), py::arg("cp_size").noconvert(), py::arg("offsets").noconvert(),
+        py::arg("sample_ids").noconvert(), "Ops as (first_rank, cp_size, offsets, sample_ids), int64.");
     m.def(
         "schedule_stream_wave",
         [](const Input& input, int64_t leader) {

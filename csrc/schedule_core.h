@@ -265,6 +265,8 @@ Ops lpt(const Problem& problem, std::int64_t cp_size);
 Ops kk(const Problem& problem, std::int64_t cp_size);
 // The next wave out of a buffer, led by sequence `leader` unless that is -1.
 Ops stream_wave(const Problem& problem, std::int64_t leader);
+// Exchanges sequences between ops so that fewer tokens are padding and the step takes no longer.
+void fill_tails(const Problem& problem, const Search& search, Ops& ops);
 Ops dynamic_cp(const Problem& problem, std::int64_t unit);
 // Without padding before; false as soon as the step must be longer than `seconds`.
 bool dynamic_cp_within(const Problem& problem, const Search& search, double seconds, Ops& ops);

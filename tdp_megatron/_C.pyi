@@ -282,6 +282,16 @@ def schedule_buddy(input: ScheduleInput, lower_bound: float) -> _ScheduleOps: ..
 def schedule_waves(
     input: ScheduleInput, lower_bound: float, lockstep: bool, pipeline: bool, stages_before: float
 ) -> _ScheduleOps: ...
+def schedule_fill_tails(
+    input: ScheduleInput,
+    lockstep: bool,
+    pipeline: bool,
+    stages_before: float,
+    first_rank: npt.NDArray[np.int64],
+    cp_size: npt.NDArray[np.int64],
+    offsets: npt.NDArray[np.int64],
+    sample_ids: npt.NDArray[np.int64],
+) -> _ScheduleOps: ...
 def schedule_lpt(input: ScheduleInput, cp_size: int) -> _ScheduleOps: ...
 def schedule_kk(input: ScheduleInput, cp_size: int) -> _ScheduleOps: ...
 def schedule_best_fit(input: ScheduleInput, cp_size: int) -> _ScheduleOps: ...

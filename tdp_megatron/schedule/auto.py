@@ -26,6 +26,8 @@ _GOOD_ENOUGH = 1.005
 _GOOD_ENOUGH_LARGE = ((16384, 1.03, False), (4096, 1.01, True))
 #: Differencing pays off, if ever, only for few sequences, and so does hybrid CP, which is plain Python.
 _FEW_SEQUENCES = 512
+#: From so many on static CP in equal numbers of microbatches has no chance against ``waves``.
+_MANY_SEQUENCES = 4096
 
 #: A plan of the problem; None where it is certain to take longer than so many seconds.
 Candidate = Callable[[Problem, float], Plan | None]
@@ -35,10 +37,11 @@ def auto(problem: Problem) -> Plan:
     """The best of the algorithms for the mode by simulated step; never worse than ``dp_balanced``.
 
     Where ranks run free: ``dp_balanced``, ``buddy``, ``lpt``, ``waves``, ``default_dynamic_cp``; where they must have
-    equal numbers of microbatches: ``dp_balanced``, ``waves``, ``lpt``, ``default_dynamic_cp``. Up to 512 sequences also
-    ``kk``, and ``balanced_hybrid_cp`` where numbers may differ. The search ends with the first plan within 0.5 % of
-    the lower bound; 1 % from 4,096 sequences on where numbers are equal, 3 % from 16,384 on. ``best_fit`` knows nothing
-    of time and ``stream`` works on a part of the batch at a time: neither is tried. Candidates that cannot hold the
+    equal numbers of microbatches: ``dp_balanced``, ``waves``, ``lpt`` with static CP or below 4,096 sequences, then
+    ``default_dynamic_cp``. Up to 512 sequences also ``kk``, and ``balanced_hybrid_cp`` where numbers may differ. The
+    search ends with the first plan within 0.5 % of the lower bound; 1 % from 4,096 sequences on where numbers are
+    equal, 3 % from 16,384 on. ``best_fit`` knows nothing of time and ``stream`` works on a part of the batch at a time:
+    neither is tried. Candidates that cannot hold the
     batch, such as static CP with a sequence too long for it, are passed over.
     """
     static = len(problem.layout.cp_sizes) == 1
@@ -50,7 +53,10 @@ def auto(problem: Problem) -> Plan:
         candidates += [_whole(lpt)] if static else [_whole(buddy), _whole(lpt)]
     if few:
         candidates.append(_whole(kk))
-    candidates.append(_whole(lpt if problem.equal_count else waves))
+    if not problem.equal_count:
+        candidates.append(_whole(waves))
+    elif static or len(problem.seqlens) < _MANY_SEQUENCES:
+        candidates.append(_whole(lpt))
     if few and not problem.equal_count and not static:
         candidates.append(_whole(balanced_hybrid_cp))
     candidates.append(dynamic_cp_within)

@@ -12,6 +12,7 @@ from tdp_megatron.schedule.native import native_input
 from tdp_megatron.schedule.packs import PlacedOp, best_fit_packs, plan_of_ops, plan_of_placed_ops
 from tdp_megatron.schedule.plan import Plan
 from tdp_megatron.schedule.problem import Problem
+from tdp_megatron.schedule.tails import fill_tails, fill_tails_reference
 
 __all__ = ["buddy", "buddy_reference"]
 
@@ -31,7 +32,8 @@ def buddy(problem: Problem) -> Plan:
     of a rank. The share is the one, of a few, whose step is shortest.
     """
     bound = lower_bound(problem.seqlens, problem.layout, problem.cost)
-    return plan_of_ops(problem, *_C.schedule_buddy(native_input(problem), bound), "buddy")
+    ops = _C.schedule_buddy(native_input(problem), bound)
+    return plan_of_ops(problem, *fill_tails(problem, *ops), "buddy")
 
 
 def buddy_reference(problem: Problem) -> Plan:
@@ -55,7 +57,7 @@ def buddy_reference(problem: Problem) -> Plan:
             worse += 1
         if best_seconds <= bound * GOOD_ENOUGH or worse >= PATIENCE:
             break
-    return plan_of_placed_ops(problem, best_ops or [], "buddy")
+    return plan_of_placed_ops(problem, fill_tails_reference(problem, best_ops or []), "buddy")
 
 
 def _place(scratch: Scratch, levels: list[int]) -> tuple[float, list[PlacedOp]]:

@@ -13,6 +13,7 @@ from tdp_megatron.schedule.native import native_input
 from tdp_megatron.schedule.packs import PlacedOp, plan_of_ops, plan_of_placed_ops
 from tdp_megatron.schedule.plan import Plan
 from tdp_megatron.schedule.problem import Problem
+from tdp_megatron.schedule.tails import fill_tails, fill_tails_reference
 from tdp_megatron.schedule.wave_building import Wave, even_waves, place, tall_wave
 
 __all__ = ["waves", "waves_reference"]
@@ -51,7 +52,7 @@ def waves(problem: Problem) -> Plan:
         mode.name == "pipeline",
         (mode.stages - 1) / mode.virtual_stages,
     )
-    return plan_of_ops(problem, *ops, "waves")
+    return plan_of_ops(problem, *fill_tails(problem, *ops), "waves")
 
 
 def waves_reference(problem: Problem) -> Plan:
@@ -66,7 +67,7 @@ def waves_reference(problem: Problem) -> Plan:
         search.tall_then_even()
         if search.best_seconds < seconds:
             ops = search.best_ops
-    return plan_of_placed_ops(problem, ops, "waves")
+    return plan_of_placed_ops(problem, fill_tails_reference(problem, ops), "waves")
 
 
 @dataclass(slots=True)
