@@ -62,7 +62,7 @@ class Tails {
         sort();
         fill();
         for (std::size_t level = 0; level < levels_.size(); ++level) {
-            gather(level);
+            if (!gather(level)) continue;
             settle();
             swap_all();
         }
@@ -233,17 +233,21 @@ class Tails {
         return index(((tokens % unit_ + unit_) % unit_) / step_);
     }
 
-    // The sequences on one CP size by what their length leaves over whole tails, then by rising length.
-    void gather(std::size_t number) {
+    // The sequences on one CP size by what their length leaves over whole tails, then by rising length; false
+    // where each is alone in its op.
+    bool gather(std::size_t number) {
         const Level& level = levels_[number];
         unit_ = level.k * problem_.tail;
         step_ = level.pad_multiple;
         own_.clear();
+        bool shares = false;
         for (std::size_t j = 0; j < all_.size(); ++j) {
             if (index(all_[j].level) != number || all_[j].count == 0) continue;
             own_.push_back(j);
             all_[j].head = -1;
+            shares = shares || all_[j].count > 1;
         }
+        if (!shares) return false;
         buckets_.assign(index(unit_ / step_) + 1, 0);
         const auto is_own = [&](std::int64_t id) { return index(all_[index(op_of_[index(id)])].level) == number; };
         for (const std::int64_t id : sorted_) {
@@ -265,6 +269,7 @@ class Tails {
             next_[index(at)] = op.head;
             op.head = at;
         }
+        return true;
     }
 
     bool bears_swap(std::size_t a, std::int64_t x, std::size_t b, std::int64_t y) const {

@@ -36,6 +36,8 @@ _MOST_TRIES = 64
 _EFFORT = 1 << 18
 #: Sequences tried of those that leave the same over whole tails.
 _NEAREST = 8
+#: Modes in which a rank may have fewer microbatches than the next, so that nothing is run for an op without sequences.
+_FREE = ("free", "barrier")
 
 
 def fill_tails(
@@ -43,9 +45,10 @@ def fill_tails(
 ) -> tuple[Int64Array, Int64Array, Int64Array, Int64Array]:
     """The ops with fewer tokens held, tails included; the step in the mode of ``problem`` takes no longer.
 
-    Ranks, CP sizes and order of the ops stay; an op may lose its last sequence and become a dummy. First, short
-    sequences move whole into the tails of others. Then a sequence alone in its op changes places with one that fills
-    whole tails better, as far as others share an op. Last, two ops swap sequences where together they need a tail less.
+    Ranks, CP sizes and order of the ops stay. An op may lose its last sequence: it becomes a dummy, or goes where ranks
+    run free. First, short sequences move whole into the tails of others. Then a sequence alone in its op changes places
+    with one that fills whole tails better, as far as others share an op. Last, two ops swap sequences where together
+    they need a tail less.
 
     Args:
         problem: lengths, layout, cost, mode and limits.
@@ -57,7 +60,7 @@ def fill_tails(
         The same four arrays.
     """
     mode = problem.mode
-    return _C.schedule_fill_tails(
+    first_rank, cp_size, offsets, sample_ids = _C.schedule_fill_tails(
         native_input(problem),
         mode.name == "lockstep",
         mode.name == "pipeline",
@@ -67,13 +70,17 @@ def fill_tails(
         offsets,
         sample_ids,
     )
+    if mode.name in _FREE:
+        filled = np.diff(offsets) > 0
+        first_rank, cp_size = first_rank[filled], cp_size[filled]
+        offsets = np.concatenate([offsets[:1], offsets[1:][filled]])
+    return first_rank, cp_size, offsets, sample_ids
 
 
 def fill_tails_reference(problem: Problem, ops: Sequence[PlacedOp]) -> list[PlacedOp]:
     """``fill_tails`` in plain Python; the native core gives the same ops."""
-    if problem.layout.tail_multiple == 1:
-        return list(ops)
-    return _Tails(problem, ops).run()
+    filled = list(ops) if problem.layout.tail_multiple == 1 else _Tails(problem, ops).run()
+    return [op for op in filled if op[2]] if problem.mode.name in _FREE else filled
 
 
 @dataclass(slots=True)
@@ -119,7 +126,7 @@ class _Tails:
         self.given = list(ops)
         self.scratch = scratch = Scratch(problem)
         self.lockstep = problem.mode.name == "lockstep"
-        self.free = problem.mode.name in ("free", "barrier")
+        self.free = problem.mode.name in _FREE
         self.bubbles = 0.0
         if problem.mode.name == "pipeline":
             self.bubbles = (problem.mode.stages - 1) / problem.mode.virtual_stages
