@@ -29,12 +29,12 @@ from tdp_megatron.samples import TokenFacts
 from tdp_megatron.schedule.plan import Plan
 from tdp_megatron.types import Int64Array
 
-__all__ = ["Exchange", "GlobalSamples"]
+__all__ = ["Exchange", "GlobalSamples", "digest_of"]
 
 _POOL = BufferPool(8)
 _NO_SAMPLES = TokenFacts(NOTHING_TO_SEND, 0, np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
-#: count, missing, failed, digest of the keys, bits, largest token id, facts per sample
-_HEADER = 7
+#: count, missing, failed, digest of the keys, bits, largest token id, facts per sample, digest of the place
+_HEADER = 8
 #: length, loss tokens, dataset, sample, bytes of values, order, whether the next token is known; then the facts
 _COLUMNS = 7
 _ORDER = 5
@@ -71,6 +71,7 @@ class Exchange:
         num_facts: int = 0,
         error: Exception | None = None,
         has_more: Callable[[], bool] = lambda: False,
+        place: str = "",
     ) -> GlobalSamples:
         """Tell all ranks what this one has read, and learn what they have.
 
@@ -83,12 +84,13 @@ class Exchange:
             num_facts: how many, the same on all ranks.
             error: why reading failed.
             has_more: called when some rank's data ended: whether this rank could read on.
+            place: what this rank reads in this step, in words that must be alike on all ranks.
 
         Returns:
             The samples of all ranks. When the data ended on all of them together, ``ended`` is set.
 
         Raises:
-            ExchangeError: a rank failed, its data ended before the others', or the ranks' keys differ.
+            ExchangeError: a rank failed, its data ended before the others', or the ranks' keys or places differ.
         """
         self.host.begin_step(step)
         digest, facts_of_tokens = 0, _NO_SAMPLES
@@ -103,6 +105,7 @@ class Exchange:
         what = f"step {step}: gathering lengths"
         failed = int(error is not None)
         header = [count, missing, failed, digest, facts_of_tokens.bits, facts_of_tokens.largest, num_facts]
+        header.append(digest_of(place))
         rows = np.zeros((count, _COLUMNS + num_facts), dtype=np.int64)
         if local is not None and count:
             block = local.block
@@ -116,6 +119,13 @@ class Exchange:
                 rows[:, _COLUMNS:] = facts
         headers, table = self._gather_table(header, rows, what)
         self._raise_first(step, headers[:, 2], error)
+        if (headers[:, 7] != headers[0, 7]).any():
+            texts = gather_texts(self.host, place, f"step {step}: comparing what the ranks read")
+            rank = int(np.flatnonzero(headers[:, 7] != headers[0, 7])[0])
+            raise ExchangeError(
+                f"step {step}: rank 0 wants {texts[0]}; rank {rank} wants {texts[rank]}. All ranks must be "
+                "given the same num_microbatches, consumed_samples and ranges to leave out, and skip to the same place"
+            )
         other = np.flatnonzero(headers[:, 6] != headers[0, 6])
         if len(other):
             raise ExchangeError(
@@ -240,7 +250,7 @@ class Exchange:
         if not len(local.block):
             return 0
         text = WireSchema.of(local.specs).to_json()
-        digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little") + 1
+        digest = digest_of(text)
         self._schemas.setdefault(digest, WireSchema.from_json(text))
         return digest
 
@@ -288,6 +298,11 @@ class Exchange:
             self._schemas[used[0]] = WireSchema.from_json(next(t for t in texts if t))
             self._agreed.add(used[0])
         self._schema = self._schemas[used[0]]
+
+
+def digest_of(text: str) -> int:
+    """A number from 1 up that other texts are unlikely to have."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little") + 1
 
 
 def _value_places(parcels: Parcels, sizes: Int64Array) -> Iterator[tuple[int, int, int]]:

@@ -37,6 +37,8 @@ class StepBundle:
     buffers: PackBuffers | None = None
     """This rank's packs; None on a middle pipeline stage."""
     values: Mapping[int, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
+    place: tuple[int, int] = (0, 0)
+    """Number of the item behind the step, and the one at which the data iterators stand in the state for there."""
 
     def to_bytes(self, *, with_tokens: bool) -> bytes:
         """Encoded form; without tokens it is what a middle pipeline stage needs."""
@@ -45,6 +47,7 @@ class StepBundle:
         out["layout"] = json.dumps(dataclasses.asdict(plan.layout))
         out["algorithm"] = plan.algorithm
         out["refs"] = self.refs
+        out["place"] = np.array(self.place, dtype=np.int64)
         if with_tokens and self.buffers is not None:
             out.update({f"array/{key}": array for key, array in self.buffers.arrays.items()})
             out.update({f"value/{i}": encode_values(values) for i, values in self.values.items()})
@@ -66,4 +69,5 @@ class StepBundle:
             buffers = PackBuffers(arrays, empty.padding_mask, empty.document_id)
         values = {int(k.removeprefix("value/")): decode_values(v) for k, v in entries.items() if k.startswith("value/")}
         refs: Int64Array = np.asarray(entries["refs"])
-        return StepBundle(plan, refs, buffers, values)
+        end, data_at = entries["place"].tolist()
+        return StepBundle(plan, refs, buffers, values, (end, data_at))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from tdp_megatron.arguments import checked_int
+from tdp_megatron.ranges import NumberRanges
 from tdp_megatron.reading import PackingKeys
 
 __all__ = ["LoopConfig"]
@@ -38,9 +41,16 @@ class LoopConfig:
     """Deadline of each collective of the data runtime, seconds."""
     read_ahead: bool = True
     """Whether the next step is read, planned and exchanged in a background thread."""
+    consumed_samples: int = 0
+    """Number of the first item when there is no saved state; items are counted over all data-parallel ranks."""
+    skip_samples: Sequence[tuple[int, int]] = ()
+    """Ranges (begin, end) of items to leave out, such as a stretch that made the loss spike; see ``PackingSession``."""
 
     def __post_init__(self) -> None:
-        _ = self.keys  # wrong names show here, not at the first step
+        # What is wrong shows here, not at the first step.
+        _ = self.keys
+        checked_int("consumed_samples", self.consumed_samples, least=0)
+        NumberRanges("skip_samples", self.skip_samples)
 
     @property
     def keys(self) -> PackingKeys:
@@ -52,8 +62,8 @@ class LoopConfig:
         """The fields of ``config`` that are set.
 
         Raises:
-            ValueError: ``max_seqlen_per_dp_cp_rank`` is missing or not positive.
-            TypeError: a key is no name.
+            ValueError: ``max_seqlen_per_dp_cp_rank`` is missing or not positive, or a number or range is negative.
+            TypeError: a key is no name, or a number no integer.
         """
         if isinstance(config, LoopConfig):
             return config

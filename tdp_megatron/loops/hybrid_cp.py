@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from tdp_megatron.arguments import checked_int
 from tdp_megatron.distributed import Exchange
 from tdp_megatron.distributed.scatter_back import PlacedOutputs, SampleReaders
 from tdp_megatron.loops.checks import check_state
 from tdp_megatron.loops.config import LoopConfig
+from tdp_megatron.loops.cursor import ItemCursor, LeftOutItems
 from tdp_megatron.loops.groups import LoopGroups
+from tdp_megatron.loops.microbatch import LocalSamples, read_microbatches
 from tdp_megatron.loops.scatter_back import readers_of, scatter_back
-from tdp_megatron.loops.session import LocalSamples, read_microbatches
 from tdp_megatron.ops import RankSpans
 from tdp_megatron.schedule import schedule, validate
 from tdp_megatron.schedule.plan import Plan
@@ -34,9 +35,14 @@ class HybridCPDataLoaderWrapper:
         config: an object with ``max_seqlen_per_dp_cp_rank``.
         pg_collection: process groups ``dp_cp``, ``dp``, ``tp``, ``cp``, a ``DeviceMesh``, or None.
         algorithm: name of a scheduling algorithm that knows dynamic CP.
+        first_step: number of the first global batch when there is no saved state. A data iterator with
+            ``skip_items(n)``, as that of our ``Loader``, is taken there from its beginning; another must stand there,
+            as one made from Megatron's ``consumed_samples`` does.
+        skip: global batches (begin, end) to leave out, such as a stretch that made the loss spike; the others keep
+            their numbers. Nothing of them is read where the data iterator has ``skip_items``.
     """
 
-    VERSION = 1
+    VERSION = 2
 
     def __init__(
         self,
@@ -45,6 +51,8 @@ class HybridCPDataLoaderWrapper:
         pg_collection: Any = None,
         *,
         algorithm: str = "balanced_hybrid_cp",
+        first_step: int = 0,
+        skip: Sequence[tuple[int, int]] = (),
     ) -> None:
         self.data_iterator = data_iterator
         self.config = config
@@ -53,6 +61,11 @@ class HybridCPDataLoaderWrapper:
             raise ValueError(
                 "HybridCPDataLoaderWrapper runs each sample by itself; together_key and apart_key are for "
                 "wrap_data_iterator"
+            )
+        if loop_config.consumed_samples or loop_config.skip_samples:
+            raise ValueError(
+                "HybridCPDataLoaderWrapper counts global batches, one item of each data iterator; give it first_step "
+                "and skip instead of consumed_samples and skip_samples in the config"
             )
         self._check_plans = loop_config.check_plans
         self.groups = LoopGroups.of(
@@ -71,7 +84,10 @@ class HybridCPDataLoaderWrapper:
             tail_multiple=1,
         )
         self._exchange = Exchange(self.groups.dp_cp)
-        self._step = 0
+        self._left_out = LeftOutItems("skip", skip)
+        # An item of every rank is one global batch: items are numbered like steps.
+        self._cursor = ItemCursor(data_iterator, 0, 1, self._left_out, checked_int("first_step", first_step, least=0))
+        self._last: int | None = None  # number of the last global batch
         self._given: tuple[Plan, SampleReaders] | None = None  # of the last global batch
         self._failure: Exception | None = None
 
@@ -89,42 +105,48 @@ class HybridCPDataLoaderWrapper:
             StopIteration: the data has ended, on all ranks.
             ExchangeError: a rank failed, is late, or its data ended early.
         """
-        if self.data_iterator is None:
-            return None, None
         if self._failure is not None:
             raise self._failure
-        try:
-            result = self._next(self.data_iterator)
-        except Exception as error:
-            self._failure = error
-            raise
-        self._step += 1
+        cursor = self._cursor
+        end = cursor.end_of(1)
+        result: tuple[dict[int, dict[str, Any]] | None, list[list[list[int]]] | None] = None, None
+        if self.data_iterator is not None:
+            try:
+                result = self._next(cursor, end)
+            except Exception as error:
+                self._failure = error
+                raise
+        elif end is None:
+            raise StopIteration
+        assert end is not None
+        self._last = end - 1
+        cursor.move(end, data_at=end)
         return result
 
-    def _next(self, source: Iterator[Any]) -> tuple[dict[int, dict[str, Any]], list[list[list[int]]]]:
+    def _next(self, cursor: ItemCursor, end: int | None) -> tuple[dict[int, dict[str, Any]], list[list[list[int]]]]:
         error: Exception | None = None
         local: LocalSamples | None = None
-        missing = 0
+        missing = 1
+        step = cursor.begin if end is None else end - 1
         try:
-            items = []
-            try:
-                items = [next(source)]
-            except StopIteration:
-                missing = 1
+            items: list[Any] = []
+            if end is not None:
+                items, missing = cursor.read(end)
             local = read_microbatches(items, self.groups)
         except Exception as failure:  # told to all ranks, then raised on all of them
             error = failure
         samples = self._exchange.gather(
-            self._step,
+            step,
             None if local is None else local.flat,
             missing,
             order=None if local is None else local.order,
             error=error,
             has_more=lambda: True,  # it has just given an item
+            place=f"steps {cursor.describe(end)}",
         )
         if samples.ended or local is None:
             raise StopIteration
-        with self._exchange.host.telling_failures(self._step):
+        with self._exchange.host.telling_failures(step):
             plan = schedule(samples.seqlens, self._layout, algorithm=self.algorithm)
             if self._check_plans:
                 validate(plan)
@@ -140,7 +162,7 @@ class HybridCPDataLoaderWrapper:
                     np.cumsum(lengths) - lengths, lengths
                 )
             spans = RankSpans.whole(wanted, samples.seqlens)
-            values = self._exchange.transfer(self._step, spans, samples, local.flat, out)
+            values = self._exchange.transfer(step, spans, samples, local.flat, out)
             tensors = {key: torch.from_numpy(array) for key, array in out.items()}
             device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
             if device is not None:
@@ -179,18 +201,34 @@ class HybridCPDataLoaderWrapper:
                 raise RuntimeError("there was no global batch yet whose outputs could be sent back")
             return _placed(given[0], rank, {} if outputs is None else outputs, who)
 
-        step = None if given is None else self._step - 1
+        step = None if given is None else self._last
         plan, readers = (None, None) if given is None else given
         return scatter_back(self.groups, step, plan, readers, look)
 
+    def skip_to(self, step: int) -> None:
+        """Go on with global batch ``step``. All ranks call it; beyond the end of the data, the next one is an error.
+
+        Raises:
+            TypeError: it is no integer.
+            ValueError: it lies behind the present position.
+        """
+        if self._failure is not None:
+            raise self._failure
+        self._cursor.skip_to(step)
+
+    def skip(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Leave out further global batches (begin, end). All ranks call it; they are in the state until passed.
+
+        Raises:
+            TypeError: something else than pairs of ints.
+            ValueError: a pair without 0 <= begin <= end.
+        """
+        self._left_out.add(ranges)
+
     def state_dict(self) -> dict[str, Any]:
-        """Steps given, and the data iterator's own state, if it has one."""
-        get_state = getattr(self.data_iterator, "state_dict", None)
-        return {
-            "version": self.VERSION,
-            "step": self._step,
-            "data": None if get_state is None else copy.deepcopy(get_state()),
-        }
+        """Number of the next global batch, and the data iterator's own state, if it has one."""
+        self._cursor.stand_at_next()
+        return {"version": self.VERSION, **self._cursor.state_dict(self._cursor.begin)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to a saved position; an iterator without ``load_state_dict`` must stand there already.
@@ -198,12 +236,9 @@ class HybridCPDataLoaderWrapper:
         Raises:
             StateMismatchError: it is no saved state, or of another version.
         """
-        check_state(state, self.VERSION, ("step",))
-        self._step = state["step"]
-        self._given = self._failure = None
-        load = getattr(self.data_iterator, "load_state_dict", None)
-        if load is not None and state.get("data") is not None:
-            load(copy.deepcopy(state["data"]))
+        check_state(state, self.VERSION, ItemCursor.STATE_COUNTS)
+        self._cursor.load_state_dict(state)
+        self._given = self._last = self._failure = None
 
 
 def _samples_of_rank(plan: Plan, rank: int) -> Int64Array:

@@ -4,18 +4,59 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
+from tdp_megatron.loops.groups import LoopGroups
+from tdp_megatron.reading import FlatSamples, PackingKeys, read_block
+from tdp_megatron.samples import MappingReader, block_from_items
 from tdp_megatron.types import Int64Array
 
-__all__ = ["lengths_of", "samples_of", "split_packed"]
+__all__ = ["LocalSamples", "lengths_of", "read_microbatches", "samples_of", "split_packed"]
 
 #: Keys that describe lengths and are not handed on.
 LENGTH_KEYS = ("original_seq_len", "padded_seq_len")
 _PACK_KEYS = ("cu_seqlens", "cu_seqlens_padded", "batch_idx", "max_seqlen")
+#: Samples are numbered by data-parallel rank first, as Megatron does.
+_RANK_STRIDE = 1 << 40
+_NO_KEYS = PackingKeys()
+
+
+@dataclass(frozen=True, slots=True)
+class LocalSamples:
+    """What this rank contributes to a step: its CP share of what its data-parallel rank has read."""
+
+    flat: FlatSamples
+    order: Int64Array
+    """int64 [n], sort keys that number all samples by data-parallel rank."""
+    facts: Int64Array
+    """int64 [n, 1 + number of keys], lengths to pad to, tokens, and what the keys say."""
+
+
+def read_microbatches(
+    items: list[Any], groups: LoopGroups, token_keys: tuple[str, ...] = (), keys: PackingKeys = _NO_KEYS
+) -> LocalSamples:
+    """Samples of some items of the data iterator; CP ranks, which read the same items, share them out.
+
+    Args:
+        items: what the iterator gave.
+        groups: this process's place.
+        token_keys: user keys that are per token.
+        keys: user keys that the plan goes by.
+    """
+    samples = [sample for item in items for sample in samples_of(item)]
+    cut, padded = lengths_of(samples)
+    mine = np.arange(groups.cp_rank, len(cut), groups.layout.cp, dtype=np.int64)
+    block = block_from_items([cut[i] for i in mine.tolist()], groups.dp_rank, 0)
+    for reader in block.readers:
+        if isinstance(reader, MappingReader):
+            reader.declare_token_keys(token_keys)
+    block.refs[:, 1] = mine
+    facts = np.concatenate([padded[mine][:, None], keys.read(block)], axis=1)
+    return LocalSamples(read_block(block), groups.dp_rank * _RANK_STRIDE + mine, facts)
 
 
 def samples_of(item: Any) -> list[dict[str, Any]]:

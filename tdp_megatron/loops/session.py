@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -13,32 +12,24 @@ import numpy as np
 
 from tdp_megatron.distributed import Exchange, GlobalSamples, HostGroup
 from tdp_megatron.distributed.collectives import all_gather_rows, broadcast_bytes, gather_texts
+from tdp_megatron.distributed.exchange import digest_of
 from tdp_megatron.errors import ExchangeError
 from tdp_megatron.loops.ahead import Ahead
 from tdp_megatron.loops.bundle import StepBundle
 from tdp_megatron.loops.checks import check_reader, check_state
 from tdp_megatron.loops.config import LoopConfig
+from tdp_megatron.loops.cursor import ItemCursor, LeftOutItems
 from tdp_megatron.loops.groups import LoopGroups
-from tdp_megatron.loops.microbatch import lengths_of, samples_of
+from tdp_megatron.loops.microbatch import LocalSamples, read_microbatches
 from tdp_megatron.ops import allocate_pack, build_pack_table, packed_batches
-from tdp_megatron.reading import FlatSamples, PackingKeys, read_block
-from tdp_megatron.samples import MappingReader, block_from_items
 from tdp_megatron.schedule import Limits, Plan, schedule, validate
 from tdp_megatron.types import Int64Array, PackedBatch
 
-__all__ = [
-    "LocalSamples",
-    "LoopStep",
-    "PackingSession",
-    "read_microbatches",
-    "settle_all",
-]
+__all__ = ["LoopStep", "PackingSession", "settle_all"]
 
 _OK, _END, _FAILED = b"O", b"S", b"E"
+_SAME_PLACE = "give all ranks the same num_microbatches, consumed_samples, skip_samples, skip_to and skip"
 _CLOSED = "this packing session was closed; give a new data iterator, and load its state_dict to go on there"
-#: Samples are numbered by data-parallel rank first, as Megatron does.
-_RANK_STRIDE = 1 << 40
-_NO_KEYS = PackingKeys()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -59,40 +50,10 @@ class LoopStep:
     """Who runs what, the same on every rank."""
     refs: Int64Array
     """int64 [N, 2], (dp_rank that read the sample, its number there) of each sample of the plan."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class LocalSamples:
-    """What this rank contributes to a step: its CP share of what its data-parallel rank has read."""
-
-    flat: FlatSamples
-    order: Int64Array
-    """int64 [n], sort keys that number all samples by data-parallel rank."""
-    facts: Int64Array
-    """int64 [n, 1 + number of keys], lengths to pad to, tokens, and what the keys say."""
-
-
-def read_microbatches(
-    items: list[Any], groups: LoopGroups, token_keys: tuple[str, ...] = (), keys: PackingKeys = _NO_KEYS
-) -> LocalSamples:
-    """Samples of some items of the data iterator; CP ranks, which read the same items, share them out.
-
-    Args:
-        items: what the iterator gave.
-        groups: this process's place.
-        token_keys: user keys that are per token.
-        keys: user keys that the plan goes by.
-    """
-    samples = [sample for item in items for sample in samples_of(item)]
-    cut, padded = lengths_of(samples)
-    mine = np.arange(groups.cp_rank, len(cut), groups.layout.cp, dtype=np.int64)
-    block = block_from_items([cut[i] for i in mine.tolist()], groups.dp_rank, 0)
-    for reader in block.readers:
-        if isinstance(reader, MappingReader):
-            reader.declare_token_keys(token_keys)
-    block.refs[:, 1] = mine
-    facts = np.concatenate([padded[mine][:, None], keys.read(block)], axis=1)
-    return LocalSamples(read_block(block), groups.dp_rank * _RANK_STRIDE + mine, facts)
+    consumed_samples: int
+    """Number of the item behind the step."""
+    data_at: int
+    """Number of the item at which the data iterators stand in the state for there."""
 
 
 def settle_all(groups: LoopGroups) -> None:
@@ -104,25 +65,43 @@ def settle_all(groups: LoopGroups) -> None:
 class PackingSession:
     """Reads, plans and exchanges step after step, one ahead in the background.
 
+    Items of the data iterators, samples where each is one, are numbered over all data-parallel ranks, which take turns:
+    item i of rank r of R is number i * R + r, as ``Shard`` and Megatron's samplers deal them out. Positions and ranges
+    are such numbers, so that they and a state hold for any other number of ranks.
+
+    A data iterator with ``skip_items(n)``, as that of our ``Loader``, passes items over without reading; of any other,
+    those left out are read and dropped.
+
     Args:
         data_iterator: this rank's data; None on ranks that receive theirs. CP ranks of one data-parallel rank, and
             the first and the last pipeline stage, give the same items.
-        config: what to pack and how.
+        config: what to pack and how, and where to begin.
         groups: this process's place.
+        place: on ranks that receive their data, the ``begin`` and ``origin`` of ``ItemCursor`` on one that reads.
     """
 
-    VERSION = 1
+    VERSION = 2
 
-    def __init__(self, data_iterator: Iterator[Any] | None, config: LoopConfig, groups: LoopGroups) -> None:
+    def __init__(
+        self,
+        data_iterator: Iterator[Any] | None,
+        config: LoopConfig,
+        groups: LoopGroups,
+        place: tuple[int, int] | None = None,
+    ) -> None:
         check_reader(data_iterator, groups)
         self.config = config
         self.groups = groups
-        self._source = data_iterator if groups.reads else None
         self._exchange = Exchange(groups.dp_cp) if groups.reads else None
         self._step = 0
-        self._consumed = 0  # microbatches of the data iterator
-        self._pending: list[Any] = []  # items read ahead, until their step has been handed out
-        self._states: dict[int, Any] = {0: self._source_state()}  # the iterator's state after so many items
+        self._left_out = LeftOutItems("skip_samples", config.skip_samples)
+        source = data_iterator if groups.reads else None
+        self._cursor = ItemCursor(
+            source, groups.dp_rank, groups.layout.dp, self._left_out, int(config.consumed_samples)
+        )
+        if place is not None and source is None:
+            self._cursor.start(*place, None)
+        self._data_at = self._cursor.origin
         self._ahead: Ahead[LoopStep] | None = None
         self._failure: Exception | None = None
         self._closed: Callable[[], Any] | None = None  # where a session was closed: gives its iterator while it lives
@@ -134,7 +113,7 @@ class PackingSession:
 
     def reads(self, source: Any) -> bool:
         """Whether ``source`` is this session's data iterator; no on ranks that receive their packs."""
-        return source is not None and source is (self._source if self._closed is None else self._closed())
+        return source is not None and source is (self._cursor.source if self._closed is None else self._closed())
 
     def next_step(self, num_microbatches: int) -> LoopStep:
         """The next global batch, of ``num_microbatches`` items of every data-parallel rank's iterator.
@@ -156,9 +135,8 @@ class PackingSession:
             self._failure = error
             raise
         self._step += 1
-        self._consumed += num_microbatches
-        del self._pending[:num_microbatches]
-        self._states = {n: s for n, s in self._states.items() if n >= self._consumed}
+        self._data_at = step.data_at
+        self._cursor.move(step.consumed_samples, data_at=step.data_at)
         if self.config.read_ahead:
             self._ahead = Ahead(num_microbatches, lambda: self._produce(num_microbatches))
         return step
@@ -177,25 +155,6 @@ class PackingSession:
             with suppress(StopIteration):  # too few for the old size may be enough for the new one
                 ahead.result()
         return self._produce(num_microbatches)
-
-    def _source_state(self) -> Any:
-        get_state = getattr(self._source, "state_dict", None)
-        # Kept until its step has been handed out; the iterator may go on changing what it gave.
-        return None if get_state is None else copy.deepcopy(get_state())
-
-    def _fill(self, num_microbatches: int) -> None:
-        """Read until enough items are pending; raises StopIteration when the data ends."""
-        assert self._source is not None
-        while len(self._pending) < num_microbatches:
-            self._pending.append(next(self._source))
-            self._states[self._consumed + len(self._pending)] = self._source_state()
-
-    def _has_more(self, num_microbatches: int) -> bool:
-        try:
-            self._fill(num_microbatches + 1)
-        except StopIteration:
-            return False
-        return True
 
     def _produce(self, num_microbatches: int) -> LoopStep:
         groups = self.groups
@@ -221,16 +180,15 @@ class PackingSession:
         return self._finish(bundle)
 
     def _exchanged(self, exchange: Exchange, num_microbatches: int) -> StepBundle:
-        step, config = self._step, self.config
+        step, config, cursor = self._step, self.config, self._cursor
+        end = cursor.end_of(num_microbatches * self.groups.layout.dp)
         error: Exception | None = None
         local: LocalSamples | None = None
-        missing = 0
+        missing = 1
         try:
-            try:
-                self._fill(num_microbatches)
-            except StopIteration:
-                missing = num_microbatches - len(self._pending)
-            items = self._pending[:num_microbatches]
+            items: list[Any] = []
+            if end is not None:
+                items, missing = cursor.read(end)
             local = read_microbatches(items, self.groups, tuple(config.token_keys), config.keys)
         except Exception as failure:  # told to all ranks, then raised on all of them
             error = failure
@@ -242,14 +200,16 @@ class PackingSession:
             facts=None if local is None else local.facts,
             num_facts=1 + len(config.keys.names),
             error=error,
-            has_more=lambda: self._has_more(num_microbatches),
+            has_more=lambda: end is not None and cursor.has_more(end),
+            place=f"samples {cursor.describe(end)}",
         )
-        if samples.ended or local is None:
+        if samples.ended or local is None or end is None:
+            cursor.note_end()
             raise StopIteration
         with exchange.host.telling_failures(step):
             plan = self._plan(samples)
             _, buffers, values = exchange.run(step, plan, samples, local.flat)
-        return StepBundle(plan, samples.refs, buffers, values)
+        return StepBundle(plan, samples.refs, buffers, values, (end, cursor.data_at(end)))
 
     def _plan(self, samples: GlobalSamples) -> Plan:
         config = self.config
@@ -271,9 +231,16 @@ class PackingSession:
             return bundle
         what = f"step {self._step}: telling the pipeline stages"
         kind = 0 if error is None else (1 if isinstance(error, StopIteration) else 2)
-        kinds = all_gather_rows(pp, np.array([kind]), what)[:, 0]
+        place = 0
+        if bundle is not None and self.groups.reads:
+            place = digest_of(self._cursor.describe(bundle.place[0]))
+        rows = all_gather_rows(pp, np.array([kind, place]), what)
+        kinds = rows[:, 0]
         if kinds.any():
             raise _ToldStagesError(self._stage_failure(pp, kinds, error, what))
+        if rows[0, 1] != rows[-1, 1]:
+            message = "the first and the last pipeline stage read different samples"
+            raise _ToldStagesError(ExchangeError(f"step {self._step}: {message}; {_SAME_PLACE}"))
         if pp.size > 2:
             data = None
             if pp.rank == 0:
@@ -352,7 +319,47 @@ class PackingSession:
             number=self._step,
             plan=bundle.plan,
             refs=bundle.refs,
+            consumed_samples=bundle.place[0],
+            data_at=bundle.place[1],
         )
+
+    @property
+    def consumed_samples(self) -> int:
+        """Number of the item behind the last step handed out: with Megatron's samples, their ``consumed_samples``."""
+        return self._cursor.begin
+
+    def skip_to(self, consumed_samples: int) -> None:
+        """Go on with item ``consumed_samples``; the step read ahead is dropped. All ranks call it.
+
+        Beyond the end of the data, the next step is an error.
+
+        Raises:
+            TypeError: it is no integer.
+            ValueError: it lies behind the present position.
+        """
+        self._interrupt()
+        self._cursor.skip_to(consumed_samples)
+
+    def skip(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Leave out further ranges (begin, end) of items; the step read ahead is dropped. All ranks call it.
+
+        Unlike those of the configuration, they are in the state, until they have been passed.
+
+        Raises:
+            TypeError: something else than pairs of ints.
+            ValueError: a pair without 0 <= begin <= end.
+        """
+        self._interrupt()
+        self._left_out.add(ranges)
+
+    def _interrupt(self) -> None:
+        """Drop the step read ahead; what has been read for it is kept."""
+        if self._closed is not None:
+            raise RuntimeError(_CLOSED)
+        if self._failure is not None:
+            raise self._failure
+        self.settle()
+        self._ahead = None
 
     def state_dict(self) -> dict[str, Any]:
         """Position after the last step handed out, and the data iterator's own state there, if it has one."""
@@ -360,32 +367,26 @@ class PackingSession:
         return {
             "version": self.VERSION,
             "step": self._step,
-            "num_microbatches": self._consumed,
-            "data": self._states.get(self._consumed),
+            **self._cursor.state_dict(self._data_at),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a saved position.
 
-        A data iterator with ``load_state_dict`` is taken there; another must stand there already, as one made from
-        Megatron's ``consumed_samples`` does.
+        A data iterator with ``load_state_dict`` is taken there; another must stand there already: at the number
+        ``data_at`` where it was loaded from ``data``, else at ``consumed_samples``, as one made from Megatron's does.
 
         Raises:
             StateMismatchError: it is no saved state, or of another version.
         """
-        check_state(state, self.VERSION, ("step", "num_microbatches"))
+        check_state(state, self.VERSION, ("step", *ItemCursor.STATE_COUNTS))
         if self._closed is not None:
             raise RuntimeError(_CLOSED)
         self.settle()
+        self._cursor.load_state_dict(state)
         self._ahead = None
         self._failure = None
-        self._pending.clear()
-        self._step, self._consumed = int(state["step"]), int(state["num_microbatches"])
-        load = getattr(self._source, "load_state_dict", None)
-        data = state.get("data")
-        if load is not None and data is not None:
-            load(copy.deepcopy(data))  # some iterators keep what they are given, and go on changing it
-        self._states = {self._consumed: copy.deepcopy(data)}
+        self._step, self._data_at = state["step"], self._cursor.origin
 
     def settle(self) -> None:
         """Wait for the background thread: until then the iterator is in its hands."""
@@ -399,17 +400,15 @@ class PackingSession:
         """
         self.settle()
         self._ahead = None
-        self._pending.clear()
-        self._states = {self._consumed: self._states.get(self._consumed)}
         # The frames of a failure keep what they worked with.
         self._failure = ExchangeError(str(self._failure)) if isinstance(self._failure, ExchangeError) else None
+        source = self._cursor.source
+        self._cursor.release(self._data_at)
         if self._closed is None:
             try:
-                self._closed = weakref.ref(self._source) if self._source is not None else lambda: None
+                self._closed = weakref.ref(source) if source is not None else lambda: None
             except TypeError:  # lists' iterators, for one; they hold no workers
-                kept = self._source
-                self._closed = lambda: kept
-            self._source = None
+                self._closed = lambda: source
 
 
 class _ToldStagesError(Exception):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -15,6 +15,7 @@ from tdp_megatron.distributed.scatter_back import PlacedOutputs
 from tdp_megatron.errors import ExchangeError
 from tdp_megatron.loops.checks import check_reader
 from tdp_megatron.loops.config import LoopConfig
+from tdp_megatron.loops.cursor import ItemCursor
 from tdp_megatron.loops.groups import LoopGroups, membership
 from tdp_megatron.loops.scatter_back import readers_of, scatter_back
 from tdp_megatron.loops.session import LoopStep, PackingSession, settle_all
@@ -73,8 +74,16 @@ class PackedIterator(Iterator[PackedBatch]):
             source=groups.sessions.index(self.session),
         )
 
+    def skip_to(self, consumed_samples: int) -> None:
+        """Have the next ``wrap_data_iterator`` go on with that item; see ``PackingSession.skip_to``."""
+        self.session.skip_to(consumed_samples)
+
+    def skip(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Leave out further ranges (begin, end) of items; see ``PackingSession.skip``."""
+        self.session.skip(ranges)
+
     def state_dict(self) -> dict[str, Any]:
-        """State of the session: the position after this step."""
+        """State of the session: the position after the last step handed out."""
         return self.session.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -106,13 +115,15 @@ def packing_session(data_iterator: Any, config: Any, pg_collection: Any = None) 
         source = next((it for it in data_iterator if it is not None), None)
     settle_all(groups)
     number, problem = len(groups.sessions), None
+    begin = int(loop_config.consumed_samples)
+    origin = ItemCursor.origin_of(source, begin)
     if groups.reads:
         number = next((i for i, s in enumerate(groups.sessions) if s.reads(source)), number)
         try:
             check_reader(source, groups)
         except (TypeError, ValueError) as error:
             number, problem = _NONE, error
-    agreed, last = _agreed_numbers(groups, number)
+    (agreed, begin, origin), (last, _, _) = _agreed_rows(groups, [number, begin, origin])
     if problem is not None:
         raise problem
     if _NONE in (agreed, last):
@@ -123,7 +134,7 @@ def packing_session(data_iterator: Any, config: Any, pg_collection: Any = None) 
             "used); give both the same"
         )
     if agreed == len(groups.sessions):
-        return PackingSession(source, loop_config, groups)
+        return PackingSession(source, loop_config, groups, (begin, origin))
     return groups.sessions[agreed]
 
 
@@ -150,20 +161,21 @@ def _groups_of(config: LoopConfig, pg_collection: Any) -> LoopGroups:
     return known[key]
 
 
-def _agreed_numbers(groups: LoopGroups, number: int) -> tuple[int, int]:
-    """The number of a session, as TP rank 0 of the first and of the last pipeline stage know it, on all receivers."""
+def _agreed_rows(groups: LoopGroups, row: list[int]) -> list[list[int]]:
+    """Facts of a session, as TP rank 0 of the first and of the last pipeline stage know them, on all receivers."""
     what = "choosing the data iterator"
-    row = np.array([number, number], dtype=np.int64)
+    rows = np.array([row, row], dtype=np.int64)
     try:
         if groups.tp_rank == 0 and groups.pp is not None:
-            row = all_gather_rows(groups.pp, row, what)[[0, -1], 0]
+            rows = all_gather_rows(groups.pp, rows, what)[[0, -1], 0]
         if groups.tp is not None:
-            row = all_gather_rows(groups.tp, row, what)[0]
+            rows = all_gather_rows(groups.tp, rows, what)[0]
     except ExchangeError as error:
         # A rank is gone; the first error that said so says most.
         failures = [session.failure for session in groups.sessions]
         raise next((failure for failure in failures if isinstance(failure, ExchangeError)), error) from None
-    return int(row[0]), int(row[1])
+    agreed: list[list[int]] = rows.tolist()
+    return agreed
 
 
 def wrap_data_iterator(

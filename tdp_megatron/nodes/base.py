@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 from torchdata.nodes import BaseNode
 
+from tdp_megatron.arguments import checked_int
 from tdp_megatron.errors import StateMismatchError
-from tdp_megatron.nodes.arguments import checked_int
 from tdp_megatron.nodes.early_end import refuse_early_end, report_early_end
 from tdp_megatron.samples import block_from_items
 from tdp_megatron.stats import NodeStats
@@ -294,7 +294,7 @@ def draw_block(source: BaseNode[Any], n: int, dataset_id: int, number: int, stri
 
 
 def skip_samples(source: BaseNode[Any], n: int) -> None:
-    """Pass over the next ``n`` samples of any source: at once where it is ours, one by one where it is not.
+    """Pass over the next ``n`` items of any source: at once where it is ours, one by one where it is not.
 
     Raises:
         BeyondEndError: it has fewer.
@@ -303,6 +303,10 @@ def skip_samples(source: BaseNode[Any], n: int) -> None:
         return
     if isinstance(source, SampleSource):
         source.skip_to(source.position + n)
+        return
+    skip_items = getattr(source, "skip_items", None)
+    if skip_items is not None:
+        skip_items(n)
         return
     for _ in range(n):
         try:

@@ -11,10 +11,10 @@ import numpy.typing as npt
 from torchdata.nodes import BaseNode
 
 from tdp_megatron import _C
+from tdp_megatron.arguments import checked_int, checked_names
 from tdp_megatron.datasets.readers import TokenFileReader
 from tdp_megatron.errors import StateMismatchError
-from tdp_megatron.nodes.arguments import checked_int, checked_names
-from tdp_megatron.nodes.base import Node, SampleSource, draw_block, require_node, skip_samples
+from tdp_megatron.nodes.base import BeyondEndError, Node, SampleSource, draw_block, require_node, skip_samples
 from tdp_megatron.nodes.left_out import LeftOut
 from tdp_megatron.ops import BatchBuffers, RowBuffers, row_specs
 from tdp_megatron.reading import READERS_AT_ONCE, native_readers, read_spans_by_reader, token_key_specs
@@ -221,10 +221,27 @@ class Batch(Node[dict[str, Any]]):
         """
         if not self._is_open:
             self.reset(None)
-        samples = checked_int("step", step) * self.micro_batch_size * self.dp_size
-        distance = samples - self._position
-        if distance < 0:
+        samples = checked_int("step", step) * self._whole
+        if samples < self._position:
             raise ValueError(f"Batch: cannot go back from sample {self._position} to microbatch {step}; reset first")
+        self._move_to(samples)
+
+    def skip_items(self, n: int) -> None:
+        """Pass over the next ``n`` microbatches; nothing is read.
+
+        Raises:
+            BeyondEndError: there are fewer.
+        """
+        if not self._is_open:
+            self.reset(None)
+        end = self.left_out.end_of(self._position, n * self._whole)
+        if end is None:
+            raise BeyondEndError(f"Batch: fewer than {n} microbatches are left, skip_samples being left out")
+        self._move_to(end)
+
+    def _move_to(self, samples: int) -> None:
+        """Go on with sample ``samples``."""
+        distance = samples - self._position
         drawn, numbers = 0 if self._block is None else len(self._block) - self._offset, self._numbers
         if drawn and numbers is not None:  # how far the source is, and how many of those drawn lie before
             drawn = int(numbers[-1]) + 1 - self._position

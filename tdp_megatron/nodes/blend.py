@@ -12,11 +12,11 @@ import numpy.typing as npt
 from torchdata.nodes import BaseNode
 
 from tdp_megatron import _C
+from tdp_megatron.arguments import checked_int
 from tdp_megatron.datasets.blend import check_weights, normalise_weights
 from tdp_megatron.datasets.instant import InstantBlend
 from tdp_megatron.datasets.weights import WeightSchedule
 from tdp_megatron.errors import StateMismatchError, TdpError
-from tdp_megatron.nodes.arguments import checked_int
 from tdp_megatron.nodes.base import (
     ENDLESS,
     BeyondEndError,

@@ -7,9 +7,9 @@ from typing import Any, get_args
 
 import numpy as np
 
+from tdp_megatron.arguments import checked_int
 from tdp_megatron.datasets.documents import DocumentTable, Overflow, build_document_table, epoch_order
 from tdp_megatron.datasets.readers import RunReader
-from tdp_megatron.nodes.arguments import checked_int
 from tdp_megatron.nodes.base import ENDLESS, SampleSource
 from tdp_megatron.nodes.indexed_read import IndexedRead
 from tdp_megatron.types import UNKNOWN_LOSS_TOKENS, Int64Array, SampleBlock

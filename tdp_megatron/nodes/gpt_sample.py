@@ -7,10 +7,10 @@ from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 
+from tdp_megatron.arguments import checked_int
 from tdp_megatron.datasets.gpt_indices import GPTIndices, build_gpt_indices
 from tdp_megatron.datasets.instant import InstantChunks, InstantReader
 from tdp_megatron.datasets.readers import GPTReader
-from tdp_megatron.nodes.arguments import checked_int
 from tdp_megatron.nodes.base import SampleSource
 from tdp_megatron.nodes.indexed_read import IndexedRead
 from tdp_megatron.types import UNKNOWN_LOSS_TOKENS, SampleBlock

@@ -10,7 +10,8 @@ from torchdata.nodes import BaseNode
 from torchdata.nodes import Loader as TorchdataLoader
 from torchdata.nodes.loader import LoaderIterator
 
-from tdp_megatron.nodes.base import require_node
+from tdp_megatron.arguments import checked_int
+from tdp_megatron.nodes.base import BeyondEndError, require_node, skip_samples
 from tdp_megatron.nodes.blend import Blend
 from tdp_megatron.nodes.early_end import refuse_early_end, report_early_end
 from tdp_megatron.stats import NodeStats
@@ -78,7 +79,7 @@ class Loader(TorchdataLoader[T]):
 
 
 class _CheckedIterator(LoaderIterator[T]):
-    """torchdata's, but that not everything that looks like the end is taken for it."""
+    """torchdata's, but that not everything that looks like the end is taken for it; loops move it themselves."""
 
     def next(self) -> T:
         try:
@@ -88,6 +89,33 @@ class _CheckedIterator(LoaderIterator[T]):
             report_early_end(self.loader.root)
             raise
         return item
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go to a saved state."""
+        self.reset(state_dict)
+
+    @property
+    def position(self) -> int:
+        """Items behind which it stands; 0 at the beginning of the data."""
+        own = getattr(self.root, "position", None)
+        return own if isinstance(own, int) else int(self._num_yielded)
+
+    def skip_items(self, n: int) -> None:
+        """Pass over the next ``n`` items; nothing is read, but items of a user's node are drawn.
+
+        Raises:
+            StopIteration: there are fewer.
+        """
+        n = checked_int("n", n, least=0)
+        self.state_dict()  # resets at the first use
+        if n and getattr(self, "_cached_item", None) is not None:  # drawn in advance with restart_on_stop_iteration
+            super().next()
+            n -= 1
+        try:
+            skip_samples(self.root, n)
+        except BeyondEndError as error:
+            raise StopIteration from error
+        self._num_yielded += n
 
 
 def pipeline_stats(root: BaseNode[Any]) -> dict[str, Any]:

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from torchdata.nodes import BaseNode
 
+from tdp_megatron.arguments import checked_int
 from tdp_megatron.errors import StateMismatchError
-from tdp_megatron.nodes.arguments import checked_int
 from tdp_megatron.nodes.base import (
     ENDLESS,
     BeyondEndError,

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torchdata.nodes import BaseNode
 
+from tdp_megatron.arguments import checked_int, checked_names
 from tdp_megatron.distributed import Exchange, GlobalSamples
 from tdp_megatron.errors import ScheduleError, StateMismatchError
-from tdp_megatron.nodes.arguments import checked_int, checked_names
 from tdp_megatron.nodes.base import BeyondEndError, Node, SampleSource, draw_block, require_node, skip_samples
 from tdp_megatron.nodes.left_out import LeftOut
 from tdp_megatron.nodes.shard import Shard

@@ -6,13 +6,14 @@ import functools
 import queue
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from torchdata.nodes import BaseNode
 
+from tdp_megatron.arguments import checked_int
 from tdp_megatron.background import BackgroundThread
-from tdp_megatron.nodes.arguments import checked_int
-from tdp_megatron.nodes.base import require_node
+from tdp_megatron.nodes.base import require_node, skip_samples
 from tdp_megatron.stats import NodeStats
 
 __all__ = ["Prefetch"]
@@ -71,11 +72,24 @@ class Prefetch(BaseNode[T]):
         skip = getattr(self.source, "skip_to", None)
         if skip is None:
             raise TypeError(f"{type(self.source).__name__} cannot skip; it has no skip_to")
+        self._move(lambda: skip(step))
+
+    def skip_items(self, n: int) -> None:
+        """Drop what has been read ahead and pass over the next ``n`` items; where they are fewer, nothing changes.
+
+        Raises:
+            BeyondEndError: there are fewer.
+        """
+        if self._thread is None:
+            self.reset(None)
+        self._move(lambda: skip_samples(self.source, n))
+
+    def _move(self, skip: Callable[[], None]) -> None:
         self.shutdown()
         self._failure = None
         self.source.reset(self._state)
         try:
-            skip(step)
+            skip()
         except (TypeError, ValueError):
             self.source.reset(self._state)
             raise

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torchdata.nodes import BaseNode
 
+from tdp_megatron.arguments import checked_int
 from tdp_megatron.distributed import DpCpGroups, HostGroup, require_equal, sum_int64
 from tdp_megatron.errors import StateMismatchError, TdpError
-from tdp_megatron.nodes.arguments import checked_int
 from tdp_megatron.nodes.base import Node, require_node
 from tdp_megatron.nodes.pack import GlobalBatch, Pack
 from tdp_megatron.nodes.shard import Shard

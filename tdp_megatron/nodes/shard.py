@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from torchdata.nodes import BaseNode
 
-from tdp_megatron.nodes.arguments import checked_int
+from tdp_megatron.arguments import checked_int
 from tdp_megatron.nodes.base import ENDLESS, SampleSource, draw_block, leaf_count, require_node, skip_samples
 from tdp_megatron.types import SampleBlock
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from torchdata.nodes import BaseNode
 
+from tdp_megatron.arguments import checked_int, checked_names
 from tdp_megatron.errors import ScheduleError, StateMismatchError
-from tdp_megatron.nodes.arguments import checked_int, checked_names
 from tdp_megatron.nodes.base import Node, require_node, skip_samples
 from tdp_megatron.nodes.left_out import LeftOut, draw_numbers
 from tdp_megatron.nodes.pack import GlobalBatch, declare_token_keys

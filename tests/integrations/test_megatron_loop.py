@@ -74,6 +74,29 @@ def test_losses_of_one_rank_of_two_and_of_a_resumed_run_are_equal(
     assert run_ranks(body, 2, [2, 1, 3])[0] == pytest.approx(one, rel=1e-4)
 
 
+def test_a_run_around_a_stretch_of_the_data(
+    run_page: Callable[[str], dict[str, Any]], packed_attention: type, prefix: str, no_compile: None
+) -> None:
+    pytest.importorskip("megatron.core", reason="megatron-core is not installed", exc_type=ImportError)
+    train_around = run_page("megatron-loop.md")["train_around"]
+
+    def body(rank: int, world: int, bad: tuple[int, int], consumed_samples: int) -> list[float]:
+        model, config, groups = make_model(packed_attention)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        sizes = {"num_microbatches": 8 // world, "num_steps": 3}
+        losses, _ = train_around(bad, consumed_samples, prefix, model, optimizer, config, groups, **sizes)
+        return [float(loss) for loss in losses]
+
+    (one,) = run_ranks(body, 1, (13, 30), 5)
+    first, second = run_ranks(body, 2, (13, 30), 5)
+    assert first == second == pytest.approx(one, rel=1e-4)
+    (whole,) = run_ranks(body, 1, (0, 0), 5)
+    assert whole[0] == pytest.approx(one[0], rel=1e-6)
+    assert whole[1] != pytest.approx(one[1], rel=1e-4)
+    # The second step's samples are those behind the stretch, and there alone they make the first step.
+    assert run_ranks(body, 2, (0, 30), 5)[0][0] == pytest.approx(run_ranks(body, 1, (0, 0), 30)[0][0], rel=1e-4)
+
+
 def test_megatrons_own_groups_are_found() -> None:
     """As in Megatron, a loop need not name its groups; TP ranks are no data-parallel ranks then."""
     pytest.importorskip("megatron.core", reason="megatron-core is not installed", exc_type=ImportError)

@@ -17,10 +17,12 @@ PACKAGE = Path(tdp_megatron.__file__).parent
 #: What each part may import of ours. "cli" and "testing" may import anything.
 ARROWS: dict[str, set[str]] = {
     "errors": set(),
+    "arguments": set(),
     "stats": set(),
     "background": set(),
     "sample": set(),
     "types": {"sample", "ops"},  # ops: the views of PackedBatch, imported when called
+    "ranges": {"arguments", "types"},
     "samples": {"_C", "types"},
     "reading": {"_C", "types", "samples"},
     "tokenization": {"errors"},
@@ -32,7 +34,9 @@ ARROWS: dict[str, set[str]] = {
     "nodes": {
         "_C",
         "errors",
+        "arguments",
         "types",
+        "ranges",
         "stats",
         "background",
         "samples",
@@ -43,7 +47,20 @@ ARROWS: dict[str, set[str]] = {
         "ops",
         "distributed",
     },
-    "loops": {"_C", "errors", "types", "stats", "background", "samples", "reading", "schedule", "distributed", "ops"},
+    "loops": {
+        "_C",
+        "errors",
+        "arguments",
+        "types",
+        "ranges",
+        "stats",
+        "background",
+        "samples",
+        "reading",
+        "schedule",
+        "distributed",
+        "ops",
+    },
 }
 HEAVY = ("triton", "transformer_engine", "boto3", "matplotlib", "megatron", "tokenizers", "tiktoken", "sentencepiece")
 

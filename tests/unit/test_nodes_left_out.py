@@ -323,3 +323,38 @@ def test_a_stream_with_gaps_behind_reroute(prefixes: list[str], whole: list[tupl
     roots = [Reroute(packed(prefixes, skip_samples=RANGES), rank=rank) for rank in range(LAYOUT.num_ranks)]
     held = sorted({ref for root in roots for step in Loader(root) for batch in step for ref in batch.refs})
     assert held == sorted({whole[n] for n in KEPT})
+
+
+# What loops do with a loader's iterator
+
+
+@pytest.mark.parametrize("kind", ["ours", "user"])
+@pytest.mark.parametrize("ranges", [[], RANGES])
+@pytest.mark.parametrize("depth", [0, 1, 3])
+@pytest.mark.parametrize("restart", [False, True])
+def test_an_iterator_passes_items_over(
+    prefixes: list[str], kind: str, ranges: list[tuple[int, int]], depth: int, restart: bool
+) -> None:
+    def make() -> Any:
+        node: BaseNode[Any] = batches(prefixes, kind, dp_rank=1, dp_size=2, skip_samples=ranges)
+        return iter(Loader(Prefetch(node, depth=depth) if depth else node, restart_on_stop_iteration=restart))
+
+    everything = [rows(batch) for batch in make()]
+    for before, n in ((0, 0), (0, 3), (2, 1), (2, 9), (5, len(everything) - 5)):
+        steps = make()
+        if restart and before == 2:
+            steps.has_next()
+        assert [rows(next(steps)) for _ in range(before)] == everything[:before]
+        steps.skip_items(n)
+        fresh = make()
+        fresh.load_state_dict(json.loads(json.dumps(steps.state_dict())))
+        for one in (steps, fresh):
+            # torchdata counts an item that it has drawn in advance twice.
+            assert restart or one.state_dict()["num_yielded"] == before + n
+            assert [rows(batch) for batch in one] == everything[before + n :]
+    steps = make()
+    with pytest.raises(StopIteration):
+        steps.skip_items(len(everything) + 10)
+    for n, error in ((-1, ValueError), (1.0, TypeError)):
+        with pytest.raises(error, match="n must"):
+            steps.skip_items(n)

@@ -1,4 +1,4 @@
-"""What nodes ask of the numbers they are given."""
+"""What is asked of the numbers and names that a user gives."""
 
 from __future__ import annotations
 
