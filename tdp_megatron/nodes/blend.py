@@ -228,7 +228,15 @@ class Blend(SampleSource):
             total = sum(saved)
             if total != position:
                 raise StateMismatchError(f"Blend: the counts sum to {total}, the position is {position}")
-            states = self._states.load(state.get(self.SOURCES_KEY), saved)
+            sources_state = state.get(self.SOURCES_KEY)
+            if state[self.VERSION_KEY] == 1 and isinstance(sources_state, Mapping):
+                # Entries that a checkpoint loaded in place does not have are left as they were.
+                raise StateMismatchError(
+                    "Blend: the saved state is of version 1, but its sources are as version 2 writes them: it "
+                    "was loaded in place, in part. Read it whole, with "
+                    "torch.distributed.checkpoint.format_utils.dcp_to_torch_save, and load the state in it"
+                )
+            states = self._states.load(sources_state, saved)
             for i, (source, source_state) in enumerate(zip(self.sources, states, strict=True)):
                 source.reset(source_state)
                 # One that has been begun again counts anew.

@@ -48,6 +48,7 @@ def names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return {"__name__": "page"}
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # one process saves the checkpoint of the page
 @pytest.mark.parametrize("page", PAGES)
 def test_the_code_of_the_page_runs(page: str, names: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     blocks = re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(encoding="utf-8"), re.DOTALL)

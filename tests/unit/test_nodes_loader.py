@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torchdata.nodes import BaseNode, IterableWrapper, Mapper
 
 from tdp_megatron.errors import StateMismatchError
@@ -355,6 +356,54 @@ def test_state_in_a_distributed_checkpoint_is_saved_once(
     # The ranks share the fields out: every field stands in one file, and the files hold nothing else.
     stored = dcp.FileSystemReader(folder).read_metadata().storage_data.values()
     assert sum(entry.length for entry in stored) == sum(p.stat().st_size for p in folder.glob("*.distcp"))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("kind", ["ours", "user"])
+def test_a_distributed_checkpoint_with_a_blend_of_version_1(prefixes: list[str], tmp_path: Path, kind: str) -> None:
+    """Loaded in place it is an error, also in part; read whole, it goes on exactly."""
+
+    def sources() -> list[Any]:
+        return [DocumentSample(IndexedRead(p), max_seqlen=60, num_epochs=None) for p in prefixes]
+
+    def make() -> Loader[Any]:
+        nodes = sources()
+        if kind == "user":
+            nodes[1] = Mapper(nodes[1], lambda sample: {"tokens": sample["tokens"], "ref": list(sample.ref)})
+        return Loader(Prefetch(Pack(Blend(nodes, [0.6, 0.4]), LAYOUT, global_batch_size=10)))
+
+    def described(batch: Any) -> list[Any]:
+        return [batch.index, batch.refs.tolist(), batch.seqlens.tolist()]
+
+    loader = make()
+    batches = iter(loader)
+    for _ in range(3):
+        next(batches)
+    saved: dict[str, Any] = json.loads(json.dumps(loader.state_dict()))
+    rest = [described(next(batches)) for _ in range(4)]
+    blend = saved["root"]["source"]
+    states = []
+    for source, count in zip(sources(), blend["counts"], strict=True):
+        source.skip_to(count)
+        states.append(source.state_dict())
+    if kind == "user":
+        states[1] = blend["sources"]["own"]["1"]
+    blend.update(version=1, sources=states)
+    folder = tmp_path / "checkpoint"
+    dcp.save({"data": saved}, checkpoint_id=folder, no_dist=True)
+
+    with pytest.raises(dcp.api.CheckpointException, match=r"Missing key in checkpoint state_dict: data\.root"):
+        dcp.load({"data": make()}, checkpoint_id=folder, no_dist=True)
+    again = make()
+    planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
+    dcp.load({"data": again}, checkpoint_id=folder, planner=planner, no_dist=True)
+    with pytest.raises(StateMismatchError, match=r"version 1, but its sources are as version 2 .*dcp_to_torch_save"):
+        iter(again)
+    dcp_to_torch_save(folder, tmp_path / "whole.pt")
+    again = make()
+    again.load_state_dict(torch.load(tmp_path / "whole.pt", weights_only=True)["data"])
+    batches = iter(again)
+    assert [described(next(batches)) for _ in range(4)] == rest
 
 
 def test_shards_know_what_is_left(prefixes: list[str]) -> None:
