@@ -33,8 +33,14 @@ class Ahead(Generic[T]):
 
         self._thread = BackgroundThread(run, name="tdp-read-ahead")
         self._thread.start()
+        self.is_awaited = False
+
+    @property
+    def is_done(self) -> bool:
+        return not self._thread.is_alive()
 
     def wait(self) -> None:
+        self.is_awaited = True
         self._thread.join()
 
     def result(self) -> T:

@@ -15,6 +15,7 @@ from tdp_megatron.loops.checks import check_state
 from tdp_megatron.loops.config import LoopConfig
 from tdp_megatron.loops.cursor import ItemCursor, LeftOutItems
 from tdp_megatron.loops.groups import LoopGroups
+from tdp_megatron.loops.loop_stats import LoopStats
 from tdp_megatron.loops.microbatch import LocalSamples, read_microbatches
 from tdp_megatron.loops.scatter_back import readers_of, scatter_back
 from tdp_megatron.ops import RankSpans
@@ -87,6 +88,7 @@ class HybridCPDataLoaderWrapper:
         self._left_out = LeftOutItems("skip", skip)
         # An item of every rank is one global batch: items are numbered like steps.
         self._cursor = ItemCursor(data_iterator, 0, 1, self._left_out, checked_int("first_step", first_step, least=0))
+        self._stats = LoopStats(type(self).__name__)
         self._last: int | None = None  # number of the last global batch
         self._given: tuple[Plan, SampleReaders] | None = None  # of the last global batch
         self._failure: Exception | None = None
@@ -128,31 +130,33 @@ class HybridCPDataLoaderWrapper:
         local: LocalSamples | None = None
         missing = 1
         step = cursor.begin if end is None else end - 1
-        try:
-            items: list[Any] = []
-            if end is not None:
-                items, missing = cursor.read(end)
-            local = read_microbatches(items, self.groups)
-        except Exception as failure:  # told to all ranks, then raised on all of them
-            error = failure
-        samples = self._exchange.gather(
-            step,
-            None if local is None else local.flat,
-            missing,
-            order=None if local is None else local.order,
-            error=error,
-            has_more=lambda: True,  # it has just given an item
-            place=f"steps {cursor.describe(end)}",
-        )
+        with self._stats.made.waiting():
+            try:
+                items: list[Any] = []
+                if end is not None:
+                    items, missing = cursor.read(end)
+                local = read_microbatches(items, self.groups)
+            except Exception as failure:  # told to all ranks, then raised on all of them
+                error = failure
+            samples = self._exchange.gather(
+                step,
+                None if local is None else local.flat,
+                missing,
+                order=None if local is None else local.order,
+                error=error,
+                has_more=lambda: True,  # it has just given an item
+                place=f"steps {cursor.describe(end)}",
+            )
         if samples.ended or local is None:
             raise StopIteration
-        with self._exchange.host.telling_failures(step):
+        with self._exchange.host.telling_failures(step), self._stats.made.working():
             plan = schedule(samples.seqlens, self._layout, algorithm=self.algorithm)
             if self._check_plans:
                 validate(plan)
             wanted = [_samples_of_rank(plan, r) for r in range(self._exchange.num_ranks)]
             mine = wanted[self.groups.rank]
             lengths = samples.seqlens[mine]
+            self._stats.count(plan, int(lengths.sum()))
             out = {
                 key: np.zeros((int(lengths.sum()), *shape), dtype=dtype)
                 for key, (dtype, shape) in self._exchange.token_keys.items()
@@ -204,6 +208,14 @@ class HybridCPDataLoaderWrapper:
         step = None if given is None else self._last
         plan, readers = (None, None) if given is None else given
         return scatter_back(self.groups, step, plan, readers, look)
+
+    def stats(self) -> dict[str, Any]:
+        """What this rank's data runtime has done since it was made, in the form of ``Loader.stats``.
+
+        Returns:
+            ``"HybridCPDataLoaderWrapper"``, and the nodes of the data iterator where it is a loader's.
+        """
+        return self._stats.as_dict(self.data_iterator)
 
     def skip_to(self, step: int) -> None:
         """Go on with global batch ``step``. All ranks call it; beyond the end of the data, the next one is an error.

@@ -20,6 +20,7 @@ from tdp_megatron.loops.checks import check_reader, check_state
 from tdp_megatron.loops.config import LoopConfig
 from tdp_megatron.loops.cursor import ItemCursor, LeftOutItems
 from tdp_megatron.loops.groups import LoopGroups
+from tdp_megatron.loops.loop_stats import LoopStats
 from tdp_megatron.loops.microbatch import LocalSamples, read_microbatches
 from tdp_megatron.ops import allocate_pack, build_pack_table, packed_batches
 from tdp_megatron.schedule import Limits, Plan, schedule, validate
@@ -94,6 +95,7 @@ class PackingSession:
         self.groups = groups
         self._exchange = Exchange(groups.dp_cp) if groups.reads else None
         self._step = 0
+        self._stats = LoopStats(type(self).__name__, config.scheduler_options.get("cost"))
         self._left_out = LeftOutItems("skip_samples", config.skip_samples)
         source = data_iterator if groups.reads else None
         self._cursor = ItemCursor(
@@ -130,11 +132,13 @@ class PackingSession:
             raise self._failure
         settle_all(self.groups)
         try:
-            step = self._take(num_microbatches)
+            with self._stats.handed_out.waiting():
+                step = self._take(num_microbatches)
         except Exception as error:
             self._failure = error
             raise
         self._step += 1
+        self._stats.handed_out.items += 1
         self._data_at = step.data_at
         self._cursor.move(step.consumed_samples, data_at=step.data_at)
         if self.config.read_ahead:
@@ -167,17 +171,22 @@ class PackingSession:
             try:
                 if self._exchange is not None:
                     bundle = self._exchanged(self._exchange, num_microbatches)
-                bundle = self._over_stages(bundle, None)
+                with self._stats.made.waiting():
+                    bundle = self._over_stages(bundle, None)
             except (Exception, StopIteration) as error:
                 failure = error
                 if groups.pp is not None and not isinstance(error, _ToldStagesError):
                     failure = self._tell_stages(error)
         if groups.tp is not None:
-            bundle, failure = self._over_tensor_ranks(groups.tp, bundle, failure)
+            with self._stats.made.waiting():
+                bundle, failure = self._over_tensor_ranks(groups.tp, bundle, failure)
         if failure is not None:
             raise failure.cause if isinstance(failure, _ToldStagesError) else failure
         assert bundle is not None
-        return self._finish(bundle)
+        with self._stats.made.working():
+            step = self._finish(bundle)
+            self._stats.count(step.plan, sum(batch.num_tokens for batch in step.batches))
+        return step
 
     def _exchanged(self, exchange: Exchange, num_microbatches: int) -> StepBundle:
         step, config, cursor = self._step, self.config, self._cursor
@@ -185,28 +194,29 @@ class PackingSession:
         error: Exception | None = None
         local: LocalSamples | None = None
         missing = 1
-        try:
-            items: list[Any] = []
-            if end is not None:
-                items, missing = cursor.read(end)
-            local = read_microbatches(items, self.groups, tuple(config.token_keys), config.keys)
-        except Exception as failure:  # told to all ranks, then raised on all of them
-            error = failure
-        samples = exchange.gather(
-            step,
-            None if local is None else local.flat,
-            missing,
-            order=None if local is None else local.order,
-            facts=None if local is None else local.facts,
-            num_facts=1 + len(config.keys.names),
-            error=error,
-            has_more=lambda: end is not None and cursor.has_more(end),
-            place=f"samples {cursor.describe(end)}",
-        )
+        with self._stats.made.waiting():
+            try:
+                items: list[Any] = []
+                if end is not None:
+                    items, missing = cursor.read(end)
+                local = read_microbatches(items, self.groups, tuple(config.token_keys), config.keys)
+            except Exception as failure:  # told to all ranks, then raised on all of them
+                error = failure
+            samples = exchange.gather(
+                step,
+                None if local is None else local.flat,
+                missing,
+                order=None if local is None else local.order,
+                facts=None if local is None else local.facts,
+                num_facts=1 + len(config.keys.names),
+                error=error,
+                has_more=lambda: end is not None and cursor.has_more(end),
+                place=f"samples {cursor.describe(end)}",
+            )
         if samples.ended or local is None or end is None:
             cursor.note_end()
             raise StopIteration
-        with exchange.host.telling_failures(step):
+        with exchange.host.telling_failures(step), self._stats.made.working():
             plan = self._plan(samples)
             _, buffers, values = exchange.run(step, plan, samples, local.flat)
         return StepBundle(plan, samples.refs, buffers, values, (end, cursor.data_at(end)))
@@ -323,6 +333,15 @@ class PackingSession:
             data_at=bundle.place[1],
         )
 
+    def stats(self) -> dict[str, Any]:
+        """What this rank's data runtime has done since it was made.
+
+        Returns:
+            As ``Loader.stats``: ``"ReadAhead"`` (steps handed out, what the loop has waited for them, whether the last
+            was ready), ``"PackingSession"`` (steps made), and the nodes of the data iterator where it is a loader's.
+        """
+        return self._stats.as_dict(self._cursor.source)
+
     @property
     def consumed_samples(self) -> int:
         """Number of the item behind the last step handed out: with Megatron's samples, their ``consumed_samples``."""
@@ -391,7 +410,7 @@ class PackingSession:
     def settle(self) -> None:
         """Wait for the background thread: until then the iterator is in its hands."""
         if self._ahead is not None:
-            self._ahead.wait()
+            self._stats.wait_for(self._ahead)
 
     def close(self) -> None:
         """Wait for the step read ahead, drop it, and let go of the data iterator, so that its workers can end.

@@ -94,6 +94,10 @@ class _CheckedIterator(LoaderIterator[T]):
         """Go to a saved state."""
         self.reset(state_dict)
 
+    def stats(self) -> dict[str, Any]:
+        """What every node has done; see ``Loader.stats``."""
+        return pipeline_stats(self.root)
+
     @property
     def position(self) -> int:
         """Items behind which it stands; 0 at the beginning of the data."""

@@ -18,6 +18,7 @@ from tdp_megatron.errors import StateMismatchError, TdpError
 from tdp_megatron.nodes.base import Node, require_node
 from tdp_megatron.nodes.pack import GlobalBatch, Pack
 from tdp_megatron.nodes.shard import Shard
+from tdp_megatron.schedule import padding
 from tdp_megatron.types import PackedBatch, Step
 
 __all__ = ["Reroute"]
@@ -108,8 +109,7 @@ class Reroute(Node[Step]):
         self.stats.items += 1
         self.stats.tokens += sum(b.num_tokens for b in step.batches)
         # From the plan, of all ranks: counting pads in the batches would wait for the device they are on.
-        held = int(step.plan.op_tokens_per_rank @ step.plan.op_cp_size)
-        self.stats.observe("padding", 1.0 - step.seqlen_sum / held if held else 0.0)
+        self.stats.observe("padding", padding(step.plan))
         return step
 
     def check_before_use(self, step: Step) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -201,7 +202,9 @@ class StreamPack(Node[GlobalBatch]):
         return waves, SampleBlock.concatenate(blocks)
 
     def _next(self) -> GlobalBatch:
+        begin, waited = time.perf_counter(), self.stats.wait_seconds
         waves, block = self._waves()
+        self.stats.work_seconds += time.perf_counter() - begin - (self.stats.wait_seconds - waited)
         if not waves or (self.drop_last and len(waves) < self.waves_per_batch):
             raise StopIteration
         with self.stats.working():

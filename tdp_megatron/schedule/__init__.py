@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tdp_megatron.schedule.api import algorithms, register, schedule
 from tdp_megatron.schedule.bounds import lower_bound
-from tdp_megatron.schedule.cost import CostModel, imbalance, rank_costs
+from tdp_megatron.schedule.cost import CostModel, imbalance, padding, rank_costs
 from tdp_megatron.schedule.plan import Plan, PlanOp
 from tdp_megatron.schedule.presets import PRESETS, cost_from_dimensions, fit_cost, preset
 from tdp_megatron.schedule.problem import Limits, Mode, Problem
@@ -28,6 +28,7 @@ __all__ = [
     "fit_cost",
     "imbalance",
     "lower_bound",
+    "padding",
     "preset",
     "rank_costs",
     "register",

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from tdp_megatron.schedule.plan import Plan, padded_seqlens, tokens_per_rank
 from tdp_megatron.types import Int64Array, ParallelLayout
 
-__all__ = ["CostModel", "imbalance", "rank_costs"]
+__all__ = ["CostModel", "imbalance", "padding", "rank_costs"]
 
 Float64Array = npt.NDArray[np.float64]
 
@@ -156,6 +156,12 @@ def rank_costs(plan: Plan, cost: CostModel) -> Float64Array:
     ops, ranks, _ = plan.by_op_and_rank()
     weights = cost.plan_costs(plan)[ops]
     return np.asarray(np.bincount(ranks, weights=weights, minlength=plan.layout.num_ranks), dtype=np.float64)
+
+
+def padding(plan: Plan) -> float:
+    """Share of pads in what all ranks hold, 0 to 1; dummy packs count."""
+    held = int(plan.op_tokens_per_rank @ plan.op_cp_size)
+    return 1.0 - int(plan.seqlens.sum()) / held if held else 0.0
 
 
 def imbalance(plan: Plan, cost: CostModel) -> float:
