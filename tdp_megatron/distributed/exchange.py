@@ -123,8 +123,8 @@ class Exchange:
             texts = gather_texts(self.host, place, f"step {step}: comparing what the ranks read")
             rank = int(np.flatnonzero(headers[:, 7] != headers[0, 7])[0])
             raise ExchangeError(
-                f"step {step}: rank 0 wants {texts[0]}; rank {rank} wants {texts[rank]}. All ranks must be "
-                "given the same num_microbatches, consumed_samples and ranges to leave out, and skip to the same place"
+                f"step {step}: rank 0 wants {texts[0]}; rank {rank} wants {texts[rank]}. Give all ranks "
+                "the same sizes, consumed_samples and ranges to leave out, and let them skip to the same place"
             )
         other = np.flatnonzero(headers[:, 6] != headers[0, 6])
         if len(other):

@@ -350,6 +350,7 @@ class Pack(Node[GlobalBatch]):
                 num_facts=len(self.keys.names),
                 error=error,
                 has_more=lambda: len(self._draw(1)) > 0,
+                place=f"global batch {self._position} of {self.global_batch_size} samples without {list(self.skip)}",
             )
         self._finish(len(samples))
         with self.stats.working(), exchange.host.telling_failures(self._position):

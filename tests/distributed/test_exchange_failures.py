@@ -72,6 +72,31 @@ def outcome(samples: Samples, *, timeout_s: float = 8.0, keys: tuple[str, ...] =
         return str(error)
 
 
+@pytest.mark.parametrize("how", ["skip", "consumed_samples", "global_batch_size", "skip_to"])
+def test_ranks_that_want_other_global_batches_all_end(how: str) -> None:
+    def body(rank: int, world: int) -> str:
+        groups = DpCpGroups.create(LAYOUT, timeout_s=8.0)
+        odd = rank == 2
+        options: dict[str, Any] = {"global_batch_size": 8 + 4 * (how == "global_batch_size" and odd)}
+        if how == "skip":
+            options["skip"] = [(1, 2 + odd)]
+        elif how == "consumed_samples":
+            options["consumed_samples"] = 8 * odd
+        pack = Pack(IterableWrapper(Samples(30)), LAYOUT, exchange=Exchange(groups), **options)
+        root = Reroute(pack, groups=groups)
+        root.reset(None)
+        with pytest.raises(ExchangeError) as caught:  # noqa: PT012
+            for step in range(5):
+                next(root)
+                if how == "skip_to" and odd and not step:
+                    root.skip_to(3)
+        return str(caught.value)
+
+    messages = run_ranks(body, 4)
+    for message in messages:
+        assert re.search(r"rank 0 wants global batch \d of 8 .*; rank 2 wants global batch \d of (8|12) ", message)
+
+
 def test_all_ranks_end_together() -> None:
     assert run_ranks(lambda rank, world: outcome(Samples(6)), 4) == ["3 steps"] * 4
 
