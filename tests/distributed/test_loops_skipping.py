@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
-from torchdata.nodes import Mapper
+from torchdata.nodes import Batcher, Mapper
 
 from tdp_megatron.errors import ExchangeError, StateMismatchError
 from tdp_megatron.loops import (
@@ -519,3 +519,36 @@ def test_what_a_hybrid_wrapper_refuses() -> None:
             wrapper.skip_to(0)
 
     run_ranks(body, 1)
+
+
+@pytest.mark.parametrize("dp", [1, 2, 3])
+@pytest.mark.parametrize("steps", [0, 3])
+def test_a_hybrid_wrapper_goes_on_with_other_ranks(prefix: str, dp: int, steps: int) -> None:
+    wanted = [n for n in range(1, 16) if n not in (3, 4, 9)]
+
+    def run(dp: int, steps: int, state: Any = None) -> tuple[list[list[int]], Any]:
+        def body(rank: int, world: int) -> Any:
+            batches = Batcher(graph(prefix, "shard", rank, dp), BATCH // dp, drop_last=True)
+            options = LoopConfig(max_seqlen_per_dp_cp_rank=512, data_timeout_s=20.0)
+            wrapper = HybridCPDataLoaderWrapper(
+                iter(Loader(batches)), options, groups_of(dp), first_step=1, skip=[(9, 10), (3, 5)]
+            )
+            if state is not None:
+                wrapper.load_state_dict(json.loads(json.dumps(state)))
+            seen = []
+            for _ in range(steps):
+                samples, _ = next(wrapper)
+                assert samples is not None
+                seen.append([int(sample["tokens"][0]) for sample in samples.values()])
+            return seen, json.loads(json.dumps(wrapper.state_dict()))
+
+        ranks = run_ranks(body, dp)
+        assert all(after == ranks[0][1] for _, after in ranks)
+        return [sorted({n for seen, _ in ranks for n in seen[step]}) for step in range(steps)], ranks[0][1]
+
+    def of(numbers: list[int]) -> list[list[int]]:
+        return [list(range(n * BATCH, (n + 1) * BATCH)) for n in numbers]
+
+    found, state = run(4, steps)
+    assert found == of(wanted[:steps])
+    assert run(dp, 5, state)[0] == of(wanted[steps : steps + 5])
