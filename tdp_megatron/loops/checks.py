@@ -8,7 +8,7 @@ from typing import Any
 from tdp_megatron.errors import StateMismatchError
 from tdp_megatron.loops.groups import LoopGroups
 
-__all__ = ["check_reader", "check_state"]
+__all__ = ["check_goes_on", "check_reader", "check_state"]
 
 
 def check_reader(data_iterator: Any, groups: LoopGroups) -> None:
@@ -29,6 +29,19 @@ def check_reader(data_iterator: Any, groups: LoopGroups) -> None:
             f"data_iterator must be an iterator, got {type(data_iterator).__name__}; give iter() of it, made once, "
             "since every iter() begins anew"
         )
+
+
+def check_goes_on(failure: Exception | None) -> None:
+    """Refuse to move where there is no next step.
+
+    Raises:
+        ValueError: the data has ended.
+        Exception: the failure that has ended the steps.
+    """
+    if isinstance(failure, StopIteration):
+        raise ValueError("the data has ended; to go on, load a saved state")
+    if failure is not None:
+        raise failure
 
 
 def check_state(state: Any, version: int, counts: tuple[str, ...]) -> None:

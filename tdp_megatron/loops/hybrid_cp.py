@@ -11,7 +11,7 @@ import torch
 from tdp_megatron.arguments import checked_int
 from tdp_megatron.distributed import Exchange
 from tdp_megatron.distributed.scatter_back import PlacedOutputs, SampleReaders
-from tdp_megatron.loops.checks import check_state
+from tdp_megatron.loops.checks import check_goes_on, check_state
 from tdp_megatron.loops.config import LoopConfig
 from tdp_megatron.loops.cursor import ItemCursor, LeftOutItems
 from tdp_megatron.loops.groups import LoopGroups
@@ -224,8 +224,7 @@ class HybridCPDataLoaderWrapper:
             TypeError: it is no integer.
             ValueError: it lies behind the present position.
         """
-        if self._failure is not None:
-            raise self._failure
+        check_goes_on(self._failure)
         self._cursor.skip_to(step)
 
     def skip(self, ranges: Iterable[tuple[int, int]]) -> None:
@@ -235,6 +234,7 @@ class HybridCPDataLoaderWrapper:
             TypeError: something else than pairs of ints.
             ValueError: a pair without 0 <= begin <= end.
         """
+        check_goes_on(self._failure)
         self._left_out.add(ranges)
 
     def state_dict(self) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from tdp_megatron.distributed.exchange import digest_of
 from tdp_megatron.errors import ExchangeError
 from tdp_megatron.loops.ahead import Ahead
 from tdp_megatron.loops.bundle import StepBundle
-from tdp_megatron.loops.checks import check_reader, check_state
+from tdp_megatron.loops.checks import check_goes_on, check_reader, check_state
 from tdp_megatron.loops.config import LoopConfig
 from tdp_megatron.loops.cursor import ItemCursor, LeftOutItems
 from tdp_megatron.loops.groups import LoopGroups
@@ -375,8 +375,7 @@ class PackingSession:
         """Drop the step read ahead; what has been read for it is kept."""
         if self._closed is not None:
             raise RuntimeError(_CLOSED)
-        if self._failure is not None:
-            raise self._failure
+        check_goes_on(self._failure)
         self.settle()
         self._ahead = None
 

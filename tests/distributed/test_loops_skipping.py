@@ -383,6 +383,14 @@ def test_bad_arguments(options: Any, error: type[Exception], message: str) -> No
         wrap_data_iterator(session, config(), 4)
         with pytest.raises(ValueError, match="cannot go back from 4 to 3; load a saved state instead"):
             session.skip_to(3)
+        wrap_data_iterator(session, config(), 5)
+        with pytest.raises(StopIteration):
+            wrap_data_iterator(session, config(), 1)
+        with pytest.raises(ValueError, match="the data has ended; to go on, load a saved state"):
+            session.skip_to(30)
+        session.close()
+        with pytest.raises(RuntimeError, match="session was closed"):
+            session.skip([(40, 50)])
 
     run_ranks(body, 1)
 
