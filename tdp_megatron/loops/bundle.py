@@ -37,8 +37,8 @@ class StepBundle:
     buffers: PackBuffers | None = None
     """This rank's packs; None on a middle pipeline stage."""
     values: Mapping[int, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
-    place: tuple[int, int] = (0, 0)
-    """Number of the item behind the step, and the one at which the data iterators stand in the state for there."""
+    place: tuple[int, int, int] = (0, 0, 0)
+    """Number of the item behind the step, that at which the data iterators stand in the state for there, and moves."""
 
     def to_bytes(self, *, with_tokens: bool) -> bytes:
         """Encoded form; without tokens it is what a middle pipeline stage needs."""
@@ -69,5 +69,5 @@ class StepBundle:
             buffers = PackBuffers(arrays, empty.padding_mask, empty.document_id)
         values = {int(k.removeprefix("value/")): decode_values(v) for k, v in entries.items() if k.startswith("value/")}
         refs: Int64Array = np.asarray(entries["refs"])
-        end, data_at = entries["place"].tolist()
-        return StepBundle(plan, refs, buffers, values, (end, data_at))
+        end, data_at, moves = entries["place"].tolist()
+        return StepBundle(plan, refs, buffers, values, (end, data_at, moves))

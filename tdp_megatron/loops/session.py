@@ -26,9 +26,10 @@ from tdp_megatron.ops import allocate_pack, build_pack_table, packed_batches
 from tdp_megatron.schedule import Limits, Plan, schedule, validate
 from tdp_megatron.types import Int64Array, PackedBatch
 
-__all__ = ["LoopStep", "PackingSession", "settle_all"]
+__all__ = ["MOVED", "LoopStep", "PackingSession", "settle_all"]
 
 _OK, _END, _FAILED = b"O", b"S", b"E"
+MOVED = "all ranks must call skip_to, skip and load_state_dict alike; one that was handed its data has not"
 _SAME_PLACE = "give all ranks the same num_microbatches, consumed_samples, skip_samples, skip_to and skip"
 _CLOSED = "this packing session was closed; give a new data iterator, and load its state_dict to go on there"
 
@@ -104,6 +105,8 @@ class PackingSession:
         if place is not None and source is None:
             self._cursor.start(*place, None)
         self._data_at = self._cursor.origin
+        self.moves = 0
+        """How often a step made ahead has been given up, which all ranks do alike."""
         self._ahead: Ahead[LoopStep] | None = None
         self._failure: Exception | None = None
         self._closed: Callable[[], Any] | None = None  # where a session was closed: gives its iterator while it lives
@@ -183,6 +186,8 @@ class PackingSession:
         if failure is not None:
             raise failure.cause if isinstance(failure, _ToldStagesError) else failure
         assert bundle is not None
+        if bundle.place[2] != self.moves:
+            raise ExchangeError(f"step {self._step}: {MOVED}")
         with self._stats.made.working():
             step = self._finish(bundle)
             self._stats.count(step.plan, sum(batch.num_tokens for batch in step.batches))
@@ -219,7 +224,7 @@ class PackingSession:
         with exchange.host.telling_failures(step), self._stats.made.working():
             plan = self._plan(samples)
             _, buffers, values = exchange.run(step, plan, samples, local.flat)
-        return StepBundle(plan, samples.refs, buffers, values, (end, cursor.data_at(end)))
+        return StepBundle(plan, samples.refs, buffers, values, (end, cursor.data_at(end), self.moves))
 
     def _plan(self, samples: GlobalSamples) -> Plan:
         config = self.config
@@ -378,6 +383,7 @@ class PackingSession:
         check_goes_on(self._failure)
         self.settle()
         self._ahead = None
+        self.moves += 1
 
     def state_dict(self) -> dict[str, Any]:
         """Position after the last step handed out, and the data iterator's own state there, if it has one."""
@@ -402,6 +408,7 @@ class PackingSession:
             raise RuntimeError(_CLOSED)
         self.settle()
         self._cursor.load_state_dict(state)
+        self.moves += self._ahead is not None
         self._ahead = None
         self._failure = None
         self._step, self._data_at = state["step"], self._cursor.origin

@@ -18,8 +18,8 @@ from tdp_megatron.loops.config import LoopConfig
 from tdp_megatron.loops.cursor import ItemCursor
 from tdp_megatron.loops.groups import LoopGroups, membership
 from tdp_megatron.loops.scatter_back import readers_of, scatter_back
-from tdp_megatron.loops.session import LoopStep, PackingSession, settle_all
-from tdp_megatron.types import PackedBatch
+from tdp_megatron.loops.session import MOVED, LoopStep, PackingSession, settle_all
+from tdp_megatron.types import Int64Array, PackedBatch
 
 __all__ = ["PackedIterator", "get_batch_on_this_rank_for_sequence_packing", "packing_session", "wrap_data_iterator"]
 
@@ -123,9 +123,14 @@ def packing_session(data_iterator: Any, config: Any, pg_collection: Any = None) 
             check_reader(source, groups)
         except (TypeError, ValueError) as error:
             number, problem = _NONE, error
-    (agreed, begin, origin), (last, _, _) = _agreed_rows(groups, [number, begin, origin])
+    moves = sum(session.moves for session in groups.sessions)
+    (agreed, begin, origin, _), (last, *_) = _agreed_rows(groups, [number, begin, origin, moves])
     if problem is not None:
         raise problem
+    if _MOVED in (agreed, last):
+        host = groups.dp_cp.data
+        with host.telling_failures(host.step):
+            raise ValueError(MOVED)
     if _NONE in (agreed, last):
         raise ExchangeError("the rank that reads the data for this one has no data iterator; see its own error")
     if agreed != last:
@@ -138,7 +143,7 @@ def packing_session(data_iterator: Any, config: Any, pg_collection: Any = None) 
     return groups.sessions[agreed]
 
 
-_NONE = -1
+_NONE, _MOVED = -1, -2
 
 
 def _groups_of(config: LoopConfig, pg_collection: Any) -> LoopGroups:
@@ -167,15 +172,22 @@ def _agreed_rows(groups: LoopGroups, row: list[int]) -> list[list[int]]:
     rows = np.array([row, row], dtype=np.int64)
     try:
         if groups.tp_rank == 0 and groups.pp is not None:
-            rows = all_gather_rows(groups.pp, rows, what)[[0, -1], 0]
+            rows = _with_moves(all_gather_rows(groups.pp, rows, what)[:, 0])[[0, -1]]
         if groups.tp is not None:
-            rows = all_gather_rows(groups.tp, rows, what)[0]
+            rows = _with_moves(all_gather_rows(groups.tp, rows, what))[0]
     except ExchangeError as error:
         # A rank is gone; the first error that said so says most.
         failures = [session.failure for session in groups.sessions]
         raise next((failure for failure in failures if isinstance(failure, ExchangeError)), error) from None
     agreed: list[list[int]] = rows.tolist()
     return agreed
+
+
+def _with_moves(rows: Int64Array) -> Int64Array:
+    """Facts of several ranks; they have moved where the last one is not the same for all."""
+    if (rows[..., -1] != rows[..., -1].flat[0]).any():
+        rows[..., 0] = _MOVED
+    return rows
 
 
 def wrap_data_iterator(

@@ -302,6 +302,51 @@ def test_pipeline_stages_that_are_told_different_things_all_end(prefix: str) -> 
         assert "the first and the last pipeline stage read different samples; give all ranks the same" in message
 
 
+@pytest.mark.parametrize(
+    ("shape", "how", "directly"),
+    [
+        ((1, 1, 2, 1), "skip", False),
+        ((1, 1, 2, 1), "skip_to", False),
+        ((1, 1, 2, 1), "load_state_dict", False),
+        ((1, 1, 1, 3), "skip", False),
+        ((2, 1, 2, 2), "skip", False),
+        ((1, 1, 2, 1), "skip", True),
+    ],
+)
+def test_a_rank_that_is_handed_its_data_moves_like_the_others(
+    prefix: str, shape: tuple[int, int, int, int], how: str, directly: bool
+) -> None:
+    """Otherwise it would go on with the step made ahead, which the ranks that read have given up."""
+    dp, cp, tp, pp = shape
+
+    def body(rank: int, world: int) -> Any:
+        groups = groups_of(dp, cp, tp, pp)
+        options = LoopConfig(max_seqlen_per_dp_cp_rank=48, data_timeout_s=5.0)
+        dp_rank, reads = place_of(rank, cp, tp, dp)
+        samples = iter(Loader(graph(prefix, "shard", dp_rank, dp))) if reads else None
+        packed, *_ = wrap_data_iterator(samples, options, 6, groups)
+        session = packed.session
+        moves = {
+            "skip": lambda: packed.skip([(40, 44)]),
+            "skip_to": lambda: packed.skip_to(40),
+            "load_state_dict": lambda: packed.load_state_dict(packed.state_dict()),
+        }
+        if rank != (1 if tp > 1 or pp > 2 else 0):
+            moves[how]()
+        try:
+            for _ in range(3):
+                wrap_data_iterator(session if directly else samples, options, 6, groups)
+        except (ValueError, ExchangeError) as error:
+            return str(error)
+        return ""
+
+    told = run_ranks(body, dp * cp * tp * pp, return_failures=True, timeout_s=20)
+    assert all(isinstance(message, str) and message for message in told), told
+    assert any("all ranks must call skip_to, skip and load_state_dict alike" in message for message in told)
+    if not directly:
+        assert all("all ranks must call skip_to" in message for message in told[:tp])
+
+
 @pytest.mark.parametrize("shape", [(2, 1, 2, 1), (1, 1, 1, 3), (1, 2, 2, 2)])
 @pytest.mark.parametrize("steps", [0, 1, 3])
 def test_ranks_that_receive_know_the_position(prefix: str, shape: tuple[int, int, int, int], steps: int) -> None:
