@@ -130,6 +130,8 @@ class Sample(Mapping[str, Any]):
         if self._values is None:
             import torch
 
+            from tdp_megatron.torch_dtypes import tensor_of
+
             # Users' samples may have several numbers per token.
             shape_of = getattr(self._reader, "token_shape", lambda key: ())
             arrays = {
@@ -144,7 +146,7 @@ class Sample(Mapping[str, Any]):
                 one,
                 arrays,
             )
-            values: dict[str, Any] = {key: torch.from_numpy(array) for key, array in arrays.items()}
+            values: dict[str, Any] = {key: tensor_of(array) for key, array in arrays.items()}
             values.setdefault("position_ids", torch.arange(self.seqlen))
             values.update(self._reader.sample_values(self._sample_id))
             self._values = values

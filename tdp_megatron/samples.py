@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tdp_megatron import _C
+from tdp_megatron.torch_dtypes import array_of, is_foreign, shown, tensor_of
 from tdp_megatron.types import IGNORE_LABEL, Int64Array, Sample, SampleBlock, SampleReader, SampleRef
 
 __all__ = [
@@ -38,8 +39,8 @@ def _as_array(value: Any) -> npt.NDArray[Any]:
     if hasattr(value, "detach"):  # a torch tensor, without importing torch
         try:
             array: npt.NDArray[Any] = value.numpy()
-        except (RuntimeError, TypeError):  # it has a gradient, or lies on another device, or is lazily negative
-            array = value.detach().resolve_neg().cpu().numpy()
+        except (RuntimeError, TypeError):  # it has a gradient, or a dtype that NumPy lacks, or lies elsewhere
+            array = array_of(value)
         return array
     return np.asarray(value)
 
@@ -170,10 +171,13 @@ class MappingReader:
             raise ValueError(f"{name}: {key} has shape {array.shape}, the sample has {length} tokens")
         if dtype is None:
             raise ValueError(
-                f"{name}: {key} has dtype {array.dtype} and shape {array.shape[1:]} per token, other samples differ"
+                f"{name}: {key} has dtype {shown(array.dtype)} and shape {array.shape[1:]} per token, other "
+                "samples differ"
             )
         if dtype.kind == "i" and array.dtype.kind not in "iu":
-            raise TypeError(f"{name}: {key} must hold integers, has dtype {array.dtype}")
+            raise TypeError(f"{name}: {key} must hold integers, has dtype {shown(array.dtype)}")
+        if is_foreign(array.dtype):
+            array = tensor_of(array).float().numpy()
         if array.dtype.kind == "u" and array.itemsize == 8 and array.size and int(array.max()) >= 1 << 63:
             raise ValueError(f"{name}: {key} holds {int(array.max())}, more than int64 holds")
         return np.ascontiguousarray(array.astype(dtype))

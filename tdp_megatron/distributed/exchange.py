@@ -18,9 +18,10 @@ from tdp_megatron.distributed.collectives import all_gather_rows, all_to_all_byt
 from tdp_megatron.distributed.groups import DpCpGroups
 from tdp_megatron.distributed.host_group import HostGroup
 from tdp_megatron.distributed.parcels import GlobalSamples, ParcelLayout, Parcels
+from tdp_megatron.distributed.sample_keys import require_equal_value_keys, value_key_digests
 from tdp_megatron.distributed.token_form import NOTHING_TO_SEND, TokenForm
 from tdp_megatron.distributed.values import decode_values, encode_values
-from tdp_megatron.distributed.wire import WireSchema
+from tdp_megatron.distributed.wire import WireSchema, different_keys
 from tdp_megatron.errors import ExchangeError
 from tdp_megatron.ops import PackBuffers, PackTable, RankSpans, allocate_pack, build_tables
 from tdp_megatron.ops.buffer_pool import BufferPool
@@ -35,8 +36,8 @@ _POOL = BufferPool(8)
 _NO_SAMPLES = TokenFacts(NOTHING_TO_SEND, 0, np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
 #: count, missing, failed, digest of the keys, bits, largest token id, facts per sample, digest of the place
 _HEADER = 8
-#: length, loss tokens, dataset, sample, bytes of values, order, whether the next token is known; then the facts
-_COLUMNS = 7
+#: length, loss tokens, dataset, sample, bytes of values, order, whether the next token is known, keys; then the facts
+_COLUMNS = 8
 _ORDER = 5
 
 
@@ -115,6 +116,7 @@ class Exchange:
             rows[:, 4] = [len(data) for data in self._encoded] or 0
             rows[:, _ORDER] = np.arange(count) if order is None else order
             rows[:, 6] = facts_of_tokens.last_labels >= 0
+            rows[:, 7] = value_key_digests(local.values) if local.values else 0
             if facts is not None:
                 rows[:, _COLUMNS:] = facts
         headers, table = self._gather_table(header, rows, what)
@@ -148,6 +150,7 @@ class Exchange:
             value_bytes=columns[4],
             facts=np.ascontiguousarray(columns[_COLUMNS : _COLUMNS + num_facts].T),
             has_next=columns[6],
+            value_keys=columns[7],
             ended=bool(headers[:, 1].any()),
         )
 
@@ -160,8 +163,9 @@ class Exchange:
             This rank's pack table, its filled buffers, and the per-sample values of the samples it holds.
 
         Raises:
-            ExchangeError: a rank is gone or late.
+            ExchangeError: a rank is gone or late, or samples of one pack have different per-sample keys.
         """
+        require_equal_value_keys(self.host, step, plan, samples, local)
         mine, spans = build_tables(plan, self.host.rank)
         buffers = allocate_pack(mine, self.token_keys, pad_id=pad_id)
         values = self.transfer(step, spans, samples, local, buffers.arrays)
@@ -293,8 +297,12 @@ class Exchange:
             schema = self._schemas[mine].to_json() if mine else ""
             texts = gather_texts(self.host, schema, f"step {step}: agreeing on keys")
             if len(used) > 1:
-                shown = "; ".join(f"rank {r}: {t}" for r, t in enumerate(texts) if t)
-                raise ExchangeError(f"step {step}: the ranks' samples have different per-token keys: {shown}")
+                first, other = (digests.tolist().index(d) for d in sorted(used, key=digests.tolist().index)[:2])
+                shown = different_keys({rank: WireSchema.from_json(texts[rank]) for rank in (first, other)})
+                raise ExchangeError(
+                    f"step {step}: the ranks' samples have different per-token keys: {shown}; give all of them the "
+                    "same, with the same dtypes"
+                )
             self._schemas[used[0]] = WireSchema.from_json(next(t for t in texts if t))
             self._agreed.add(used[0])
         self._schema = self._schemas[used[0]]

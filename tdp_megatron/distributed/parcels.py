@@ -42,6 +42,8 @@ class GlobalSamples:
     """int64 [N, F], what the ranks gave as ``facts``."""
     has_next: Int64Array
     """int64 [N], 1 where the sample knows the token that follows its last one."""
+    value_keys: Int64Array
+    """int64 [N], a digest of the names of its per-sample values, 0 for none."""
     ended: bool
     """Whether the data ended, on all ranks, with these samples."""
 

@@ -9,9 +9,11 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-__all__ = ["KeySpec", "WireSchema"]
+from tdp_megatron.torch_dtypes import dtype_name, dtype_named, shown
 
-#: dtype string and shape of one token's entry.
+__all__ = ["KeySpec", "WireSchema", "different_keys"]
+
+#: Name of the dtype and shape of one token's entry.
 KeySpec: TypeAlias = tuple[str, tuple[int, ...]]
 
 
@@ -24,7 +26,9 @@ class WireSchema:
     @staticmethod
     def of(specs: Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]]) -> WireSchema:
         """Schema of keys with their dtypes and per-token shapes."""
-        return WireSchema(tuple((key, (dtype.str, tuple(shape))) for key, (dtype, shape) in sorted(specs.items())))
+        return WireSchema(
+            tuple((key, (dtype_name(dtype), tuple(shape))) for key, (dtype, shape) in sorted(specs.items()))
+        )
 
     def to_json(self) -> str:
         """Text form, for the agreement."""
@@ -37,9 +41,27 @@ class WireSchema:
 
     def dtype(self, key: str) -> np.dtype[Any]:
         """dtype of ``key``."""
-        return np.dtype(dict(self.keys)[key][0])
+        return dtype_named(dict(self.keys)[key][0])
 
     def token_bytes(self, key: str) -> int:
         """Bytes of one token's entry of ``key``."""
-        dtype, shape = dict(self.keys)[key]
-        return int(np.dtype(dtype).itemsize * np.prod(shape, dtype=np.int64))
+        name, shape = dict(self.keys)[key]
+        return int(dtype_named(name).itemsize * np.prod(shape, dtype=np.int64))
+
+
+def different_keys(schemas: Mapping[int, WireSchema]) -> str:
+    """In which keys the samples of some ranks differ, in words."""
+    keys_of = {rank: dict(schema.keys) for rank, schema in schemas.items()}
+    parts = []
+    for key in sorted(set().union(*keys_of.values())):
+        have = {rank: _spec_text(keys.get(key)) for rank, keys in keys_of.items()}
+        if len(set(have.values())) > 1:
+            parts.append(f"{key!r} is " + " and ".join(f"{text} on rank {rank}" for rank, text in have.items()))
+    return "; ".join(parts)
+
+
+def _spec_text(spec: KeySpec | None) -> str:
+    if spec is None:
+        return "missing"
+    shape = f" {spec[1]} per token" if spec[1] else ""
+    return shown(dtype_named(spec[0])) + shape

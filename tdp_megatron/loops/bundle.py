@@ -12,6 +12,7 @@ import numpy as np
 from tdp_megatron.distributed.values import decode_values, encode_values
 from tdp_megatron.ops import PackBuffers, allocate_pack, build_pack_table
 from tdp_megatron.schedule.plan import Plan
+from tdp_megatron.torch_dtypes import array_of, tensor_of
 from tdp_megatron.types import Int64Array, ParallelLayout
 
 __all__ = ["StepBundle"]
@@ -49,7 +50,7 @@ class StepBundle:
         out["refs"] = self.refs
         out["place"] = np.array(self.place, dtype=np.int64)
         if with_tokens and self.buffers is not None:
-            out.update({f"array/{key}": array for key, array in self.buffers.arrays.items()})
+            out.update({f"array/{key}": tensor_of(array) for key, array in self.buffers.arrays.items()})
             out.update({f"value/{i}": encode_values(values) for i, values in self.values.items()})
         return encode_values(out)
 
@@ -61,7 +62,7 @@ class StepBundle:
         layout["cp_sizes"] = tuple(layout["cp_sizes"])
         arrays_of_plan = {name: entries[f"plan/{name}"] for name in _PLAN_ARRAYS}
         plan = Plan(layout=ParallelLayout(**layout), algorithm=entries["algorithm"], **arrays_of_plan)
-        arrays = {k.removeprefix("array/"): v for k, v in entries.items() if k.startswith("array/")}
+        arrays = {k.removeprefix("array/"): array_of(v) for k, v in entries.items() if k.startswith("array/")}
         buffers: PackBuffers | None = None
         if arrays:
             # Masks follow from the plan; only what was read is sent.

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
-from tdp_megatron.errors import StateMismatchError
-from tdp_megatron.loops.groups import LoopGroups
+import numpy as np
 
-__all__ = ["check_goes_on", "check_reader", "check_state"]
+from tdp_megatron.errors import ScheduleError, StateMismatchError
+from tdp_megatron.loops.groups import LoopGroups
+from tdp_megatron.types import Int64Array
+
+__all__ = ["check_goes_on", "check_reader", "check_state", "naming_the_longest"]
 
 
 def check_reader(data_iterator: Any, groups: LoopGroups) -> None:
@@ -58,3 +62,25 @@ def check_state(state: Any, version: int, counts: tuple[str, ...]) -> None:
         value = state.get(name)
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise StateMismatchError(f"saved state: {name} must be a number from 0 up, found {value!r}")
+
+
+@contextmanager
+def naming_the_longest(step: int, seqlens: Int64Array, refs: Int64Array) -> Iterator[None]:
+    """Say in a ``ScheduleError`` whose sample the longest sequence is: its number in the plan helps nobody to find it.
+
+    Args:
+        step: number of the global batch.
+        seqlens: int64 [N], tokens.
+        refs: int64 [N, 2], (dp_rank that read the sample, its number there).
+    """
+    try:
+        yield
+    except ScheduleError as error:
+        where = ""
+        if len(seqlens):
+            longest = int(np.argmax(seqlens))
+            dp_rank, number = refs[longest].tolist()
+            where = (
+                f" (the longest, sequence {longest}, is sample {number} of this step on data-parallel rank {dp_rank})"
+            )
+        raise ScheduleError(f"step {step}: {error}{where}") from error

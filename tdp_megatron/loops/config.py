@@ -26,7 +26,7 @@ class LoopConfig:
     virtual_pipeline_model_parallel_size: int | None = None
     """Model chunks per pipeline rank."""
     microbatch_group_size_per_vp_stage: int | None = None
-    """With virtual pipelining, the number of microbatches must be a multiple of this."""
+    """With virtual pipelining, the number of microbatches is a multiple of this; None for that of the stages."""
     token_keys: tuple[str, ...] = ()
     """User keys with one entry per token, packed like ``tokens``; other user keys go with their sample."""
     together_key: str | None = None

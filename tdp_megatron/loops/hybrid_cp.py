@@ -11,7 +11,7 @@ import torch
 from tdp_megatron.arguments import checked_int
 from tdp_megatron.distributed import Exchange
 from tdp_megatron.distributed.scatter_back import PlacedOutputs, SampleReaders
-from tdp_megatron.loops.checks import check_goes_on, check_state
+from tdp_megatron.loops.checks import check_goes_on, check_reader, check_state, naming_the_longest
 from tdp_megatron.loops.config import LoopConfig
 from tdp_megatron.loops.cursor import ItemCursor, LeftOutItems
 from tdp_megatron.loops.groups import LoopGroups
@@ -22,6 +22,7 @@ from tdp_megatron.ops import RankSpans
 from tdp_megatron.schedule import schedule, validate
 from tdp_megatron.schedule.plan import Plan
 from tdp_megatron.schedule.scatter_back import RankOutputs
+from tdp_megatron.torch_dtypes import tensor_of
 from tdp_megatron.types import Int64Array, ParallelLayout
 
 __all__ = ["HybridCPDataLoaderWrapper"]
@@ -112,7 +113,7 @@ class HybridCPDataLoaderWrapper:
         cursor = self._cursor
         end = cursor.end_of(1)
         result: tuple[dict[int, dict[str, Any]] | None, list[list[list[int]]] | None] = None, None
-        if self.data_iterator is not None:
+        if self.data_iterator is not None or self.groups.reads:
             try:
                 result = self._next(cursor, end)
             except Exception as error:
@@ -133,6 +134,7 @@ class HybridCPDataLoaderWrapper:
         with self._stats.made.waiting():
             try:
                 items: list[Any] = []
+                check_reader(self.data_iterator, self.groups)
                 if end is not None:
                     items, missing = cursor.read(end)
                 local = read_microbatches(items, self.groups)
@@ -150,7 +152,11 @@ class HybridCPDataLoaderWrapper:
         if samples.ended or local is None:
             raise StopIteration
         with self._exchange.host.telling_failures(step), self._stats.made.working():
-            plan = schedule(samples.seqlens, self._layout, algorithm=self.algorithm)
+            with naming_the_longest(step, samples.seqlens, samples.refs):
+                plan = schedule(samples.seqlens, self._layout, algorithm=self.algorithm)
+            self._given = plan, readers_of(samples.refs, self.groups)
+            if not len(samples):  # no rank could say which keys there are
+                return {}, _groups_of(plan)
             if self._check_plans:
                 validate(plan)
             wanted = [_samples_of_rank(plan, r) for r in range(self._exchange.num_ranks)]
@@ -167,11 +173,10 @@ class HybridCPDataLoaderWrapper:
                 )
             spans = RankSpans.whole(wanted, samples.seqlens)
             values = self._exchange.transfer(step, spans, samples, local.flat, out)
-            tensors = {key: torch.from_numpy(array) for key, array in out.items()}
+            tensors = {key: tensor_of(array) for key, array in out.items()}
             device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
             if device is not None:
                 tensors = {key: tensor.to(device, non_blocking=True) for key, tensor in tensors.items()}
-            self._given = plan, readers_of(samples.refs, self.groups)
             begins = (np.cumsum(lengths) - lengths).tolist()
             mapped: dict[int, dict[str, Any]] = {}
             for i, begin, length in zip(mine.tolist(), begins, lengths.tolist(), strict=True):

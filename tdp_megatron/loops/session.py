@@ -10,13 +10,14 @@ from typing import Any
 
 import numpy as np
 
+from tdp_megatron.arguments import checked_int
 from tdp_megatron.distributed import Exchange, GlobalSamples, HostGroup
 from tdp_megatron.distributed.collectives import all_gather_rows, broadcast_bytes, gather_texts
 from tdp_megatron.distributed.exchange import digest_of
 from tdp_megatron.errors import ExchangeError
 from tdp_megatron.loops.ahead import Ahead
 from tdp_megatron.loops.bundle import StepBundle
-from tdp_megatron.loops.checks import check_goes_on, check_reader, check_state
+from tdp_megatron.loops.checks import check_goes_on, check_reader, check_state, naming_the_longest
 from tdp_megatron.loops.config import LoopConfig
 from tdp_megatron.loops.cursor import ItemCursor, LeftOutItems
 from tdp_megatron.loops.groups import LoopGroups
@@ -111,8 +112,8 @@ class PackingSession:
         self._failure: Exception | None = None
         self._closed: Callable[[], Any] | None = None  # where a session was closed: gives its iterator while it lives
         self._limits: dict[str, Any] = {"equal_count": True}
-        if config.virtual_pipeline_model_parallel_size and config.microbatch_group_size_per_vp_stage:
-            self._limits["microbatches_multiple"] = config.microbatch_group_size_per_vp_stage
+        if (config.virtual_pipeline_model_parallel_size or 1) > 1:
+            self._limits["microbatches_multiple"] = config.microbatch_group_size_per_vp_stage or groups.pp_size
         self._limits.update(config.scheduler_options)
         groups.sessions.append(self)
 
@@ -127,8 +128,7 @@ class PackingSession:
             StopIteration: the data has ended, on all ranks.
             ExchangeError: a rank failed, is late or gone; every later call raises it again.
         """
-        if isinstance(num_microbatches, bool) or not isinstance(num_microbatches, int) or num_microbatches < 1:
-            raise ValueError(f"num_microbatches must be a positive int, got {num_microbatches!r}")
+        num_microbatches = checked_int("num_microbatches", num_microbatches, least=1)
         if self._closed is not None:
             raise RuntimeError(_CLOSED)  # a new one each time: its frames would keep the iterator
         if self._failure is not None:
@@ -230,9 +230,9 @@ class PackingSession:
         config = self.config
         keys = config.keys.arguments(samples.facts[:, 1:])
         algorithm = config.sequence_packing_scheduler
-        plan = schedule(
-            samples.facts[:, 0], self.groups.layout, mode="free", algorithm=algorithm, **keys, **self._limits
-        )
+        padded = samples.facts[:, 0]
+        with naming_the_longest(self._step, padded, samples.refs):
+            plan = schedule(padded, self.groups.layout, mode="free", algorithm=algorithm, **keys, **self._limits)
         plan = dataclasses.replace(plan, seqlens=samples.seqlens)
         if config.check_plans:
             names = {field.name for field in dataclasses.fields(Limits)} & self._limits.keys()

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 
 from tdp_megatron import _C
+from tdp_megatron.torch_dtypes import array_of, tensor_of
 from tdp_megatron.types import Int64Array
 
 __all__ = ["BatchBuffers", "RowBuffers", "row_specs"]
@@ -63,7 +64,7 @@ class BatchBuffers:
         if self._pin:
             return _pinned(self.specs)
         arrays = self._idle_set() or self._new_set()
-        return arrays, dict(zip(arrays, map(torch.from_numpy, arrays.values()), strict=True))
+        return arrays, dict(zip(arrays, map(tensor_of, arrays.values()), strict=True))
 
     def _idle_set(self) -> dict[str, npt.NDArray[Any]] | None:
         for arrays, references in self._sets:
@@ -127,7 +128,7 @@ class RowBuffers:
                 del arrays  # a set is free when only the native side refers to it
                 return self.read(readers, reader_index, sample_ids, first, next_first)
             arrays = _unkept(self._specs)
-            tensors = {key: torch.from_numpy(array) for key, array in arrays.items()}
+            tensors = {key: tensor_of(array) for key, array in arrays.items()}
         else:
             arrays, tensors = _pinned(self._specs)
         _C.read_rows(readers, reader_index, sample_ids, first, *arrays.values())
@@ -157,10 +158,10 @@ def row_specs(rows: int, width: int, *, documents: bool) -> dict[str, tuple[np.d
 
 def _pinned(specs: Specs) -> tuple[dict[str, npt.NDArray[Any]], dict[str, torch.Tensor]]:
     tensors = {
-        key: torch.empty(shape, dtype=torch.from_numpy(np.empty(0, dtype)).dtype, pin_memory=True)
+        key: torch.empty(shape, dtype=tensor_of(np.empty(0, dtype)).dtype, pin_memory=True)
         for key, (dtype, shape) in specs.items()
     }
-    return {key: tensor.numpy() for key, tensor in tensors.items()}, tensors
+    return {key: array_of(tensor) for key, tensor in tensors.items()}, tensors
 
 
 def _unkept(specs: Specs) -> dict[str, npt.NDArray[Any]]:

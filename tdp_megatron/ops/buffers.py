@@ -14,6 +14,7 @@ from tdp_megatron import _C
 from tdp_megatron.ops.buffer_pool import BufferPool
 from tdp_megatron.schedule.pack_table import PackTable
 from tdp_megatron.schedule.plan import Plan
+from tdp_megatron.torch_dtypes import tensor_of
 from tdp_megatron.types import IGNORE_LABEL, Int64Array, PackedBatch
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ class PackedTensors:
     @staticmethod
     def over(buffers: PackBuffers) -> PackedTensors:
         """Tensors that share the memory of ``buffers``."""
-        tensors = {key: torch.from_numpy(array) for key, array in buffers.arrays.items()}
+        tensors = {key: tensor_of(array) for key, array in buffers.arrays.items()}
         standard = {key: tensors.pop(key) for key in _STANDARD}
         return PackedTensors(
             **standard,

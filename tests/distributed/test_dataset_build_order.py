@@ -76,15 +76,25 @@ def test_rank_0_builds_and_the_others_load(prefixes: list[str], tmp_path: Path) 
     assert len(builds(tmp_path)[0]) == 6
 
 
-def test_caches_that_other_nodes_do_not_see(prefixes: list[str], tmp_path: Path) -> None:
-    """Ranks 0 and 1 share one folder, ranks 2 and 3 another: one build of each index per folder."""
+@pytest.mark.parametrize("spelling", ["another", "the same"])
+def test_caches_that_other_nodes_do_not_see(prefixes: list[str], tmp_path: Path, spelling: str) -> None:
+    """Ranks 0 and 1 share one folder, ranks 2 and 3 another: one build of each index per folder.
+
+    On real nodes both have the same path, each on a disk of its own; here, each behind a working directory of its own.
+    """
+    for node in range(2):
+        (tmp_path / f"node{node}").mkdir()
 
     def rank_fn(rank: int, world: int) -> Any:
         log_builds(str(tmp_path), rank)
-        train, *_ = builder_of(prefixes, str(tmp_path / f"node{rank // 2}")).build()
+        here = tmp_path / f"node{rank // 2}"
+        os.chdir(here)
+        cache = "cache" if spelling == "the same" else str(here / "cache")
+        train, *_ = builder_of(prefixes, cache).build()
         return train[7]["tokens"].tolist()
 
     results = run_ranks(rank_fn, 4)
+    assert all(any((tmp_path / f"node{node}" / "cache").iterdir()) for node in range(2))
     assert all(result == results[0] for result in results)
     found = builds(tmp_path)
     assert len(found[0]) == 6

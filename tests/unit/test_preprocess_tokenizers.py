@@ -173,6 +173,24 @@ def test_missing_end_of_document_lists_candidates(folder: Path, name: str) -> No
     assert all(token in str(caught.value) for token in tokenizer.special_tokens)
 
 
+def test_preprocess_without_an_end_of_document(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """datatrove 489: found before a document is read, and nothing is written."""
+    words = tokenizers.Tokenizer(models.WordLevel({"a": 0, "[STOP]": 1}, unk_token="a"))
+    words.add_special_tokens(["[STOP]"])
+    words.save(str(tmp_path / "words.json"))
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
+    arguments = ["--input", str(tmp_path / "a.jsonl"), "--output-prefix", str(tmp_path / "out" / "x"), "--quiet"]
+    arguments += ["--tokenizer", str(tmp_path / "words.json"), "--append-eod"]
+    for spelled in ([], ["--eod-token", "<|endoftext|>"]):
+        assert main(["preprocess", *arguments, *spelled]) == 1
+        assert "[STOP]" in capsys.readouterr().err
+        assert not list(tmp_path.glob("out/*"))
+    assert main(["preprocess", *arguments, "--eod-token", "[STOP]"]) == 0
+    assert IndexedDataset(tmp_path / "out" / "x_text_document")[0].tolist() == [0, 1]
+
+
 def test_no_usual_end_of_document(tmp_path: Path) -> None:
     words = tokenizers.Tokenizer(models.WordLevel({"a": 0, "b": 1, "[STOP]": 2}, unk_token="a"))
     words.save(str(tmp_path / "plain.json"))
