@@ -40,7 +40,10 @@ def test_resume_in_the_middle_of_an_epoch(
     (checkpoint,) = (tmp_path / "first").glob("*step=4.ckpt")
     assert seen == uninterrupted[:5]
     seen.clear()
-    resumed = page["fit"](prefix, tmp_path / "second", 9, ckpt_path=checkpoint)
+    stopped = page["fit"](prefix, tmp_path / "at once", 4, ckpt_path=checkpoint)  # has nothing left to train
+    assert seen == []
+    stopped.save_checkpoint(tmp_path / "again.ckpt")
+    resumed = page["fit"](prefix, tmp_path / "second", 9, ckpt_path=tmp_path / "again.ckpt")
     assert seen == uninterrupted[4:]
     assert resumed.global_step == whole.global_step == 9
     for name, value in whole.lightning_module.state_dict().items():

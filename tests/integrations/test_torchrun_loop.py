@@ -48,3 +48,18 @@ def test_the_loop_trains_and_resumes_after_a_failure(
     losses = [float(loss) for _, loss in lines]
     assert losses[5:7] == losses[7:9]  # steps 6 and 7, trained twice on the same data
     assert losses[-1] < losses[0]
+
+
+def test_a_run_that_has_ended_ends_at_once(page_code: Callable[[str], str], prefix: str, tmp_path: Path) -> None:
+    """The same command again: nothing is trained, and the endless data does not make it go on for ever."""
+    script = tmp_path / "loop.py"
+    script.write_text(page_code("torchrun.md"))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
+    command += [str(script), prefix, str(tmp_path / "checkpoint.pt"), "3"]
+    steps = []
+    for _ in range(2):
+        done = subprocess.run(
+            command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300, check=True
+        )
+        steps.append(re.findall(r"step (\d+):", done.stdout))
+    assert steps == [["1", "2", "3"], []]
