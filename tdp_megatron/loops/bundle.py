@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from tdp_megatron.distributed.values import decode_values, encode_values
-from tdp_megatron.ops import PackBuffers, allocate_pack, build_pack_table
+from tdp_megatron.ops import PackBuffers, PackTable, allocate_pack, build_pack_table
 from tdp_megatron.schedule.plan import Plan
 from tdp_megatron.torch_dtypes import array_of, tensor_of
-from tdp_megatron.types import Int64Array, ParallelLayout
+from tdp_megatron.types import IGNORE_LABEL, Int64Array, ParallelLayout
 
 __all__ = ["StepBundle"]
 
@@ -53,6 +53,15 @@ class StepBundle:
             out.update({f"array/{key}": tensor_of(array) for key, array in self.buffers.arrays.items()})
             out.update({f"value/{i}": encode_values(values) for i, values in self.values.items()})
         return encode_values(out)
+
+    def buffers_over(self, table: PackTable) -> PackBuffers:
+        """The buffers, or what a middle pipeline stage has: where the sequences lie, and no token to learn from."""
+        if self.buffers is not None:
+            return self.buffers
+        empty = allocate_pack(table, {})
+        for key, value in (("tokens", 0), ("labels", IGNORE_LABEL), ("loss_mask", 0)):
+            empty.arrays[key][:] = value
+        return empty
 
     @staticmethod
     def from_bytes(data: bytes, rank: int) -> StepBundle:

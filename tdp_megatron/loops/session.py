@@ -23,7 +23,7 @@ from tdp_megatron.loops.cursor import ItemCursor, LeftOutItems
 from tdp_megatron.loops.groups import LoopGroups
 from tdp_megatron.loops.loop_stats import LoopStats
 from tdp_megatron.loops.microbatch import LocalSamples, read_microbatches
-from tdp_megatron.ops import allocate_pack, build_pack_table, packed_batches
+from tdp_megatron.ops import build_pack_table, packed_batches
 from tdp_megatron.schedule import Limits, Plan, schedule, validate
 from tdp_megatron.types import Int64Array, PackedBatch
 
@@ -323,7 +323,7 @@ class PackingSession:
             batches=packed_batches(
                 bundle.plan,
                 table,
-                bundle.buffers or allocate_pack(table, {}),
+                bundle.buffers_over(table),
                 bundle.refs,
                 values=bundle.values or None,
                 cp_group=groups.cp_group,
