@@ -6,7 +6,9 @@ ranks end together, with the same first cause.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
+import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -28,14 +30,15 @@ from tdp_megatron.ops.buffer_pool import BufferPool
 from tdp_megatron.reading import FlatSamples
 from tdp_megatron.samples import TokenFacts
 from tdp_megatron.schedule.plan import Plan
-from tdp_megatron.types import Int64Array
+from tdp_megatron.types import Int64Array, ParallelLayout
 
 __all__ = ["Exchange", "GlobalSamples", "digest_of"]
 
 _POOL = BufferPool(8)
 _NO_SAMPLES = TokenFacts(NOTHING_TO_SEND, 0, np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
-#: count, missing, failed, digest of the keys, bits, largest token id, facts per sample, digest of the place
-_HEADER = 8
+#: count, missing, failed, digest of the keys, bits, largest token id, facts per sample, digest of the place, and of
+#: what is shared with neighbours
+_HEADER = 9
 #: length, loss tokens, dataset, sample, bytes of values, order, whether the next token is known, keys; then the facts
 _COLUMNS = 8
 _ORDER = 5
@@ -73,6 +76,8 @@ class Exchange:
         error: Exception | None = None,
         has_more: Callable[[], bool] = lambda: False,
         place: str = "",
+        planned_by: Mapping[str, Any] | None = None,
+        shared: tuple[int, int] = (1, 0),
     ) -> GlobalSamples:
         """Tell all ranks what this one has read, and learn what they have.
 
@@ -86,12 +91,16 @@ class Exchange:
             error: why reading failed.
             has_more: called when some rank's data ended: whether this rank could read on.
             place: what this rank reads in this step, in words that must be alike on all ranks.
+            planned_by: what the plan will depend on beside the samples, by name; must be alike on all ranks, whose
+                bytes would otherwise not fit together.
+            shared: how many neighbouring ranks share out what each of them has read, and a number that tells whether
+                they have read the same.
 
         Returns:
             The samples of all ranks. When the data ended on all of them together, ``ended`` is set.
 
         Raises:
-            ExchangeError: a rank failed, its data ended before the others', or the ranks' keys or places differ.
+            ExchangeError: a rank failed, its data ended before the others', or what must be alike on ranks is not.
         """
         self.host.begin_step(step)
         digest, facts_of_tokens = 0, _NO_SAMPLES
@@ -106,7 +115,8 @@ class Exchange:
         what = f"step {step}: gathering lengths"
         failed = int(error is not None)
         header = [count, missing, failed, digest, facts_of_tokens.bits, facts_of_tokens.largest, num_facts]
-        header.append(digest_of(place))
+        settings = _as_texts(planned_by or {})
+        header += [digest_of(json.dumps([place, settings])), shared[1]]
         rows = np.zeros((count, _COLUMNS + num_facts), dtype=np.int64)
         if local is not None and count:
             block = local.block
@@ -122,12 +132,10 @@ class Exchange:
         headers, table = self._gather_table(header, rows, what)
         self._raise_first(step, headers[:, 2], error)
         if (headers[:, 7] != headers[0, 7]).any():
-            texts = gather_texts(self.host, place, f"step {step}: comparing what the ranks read")
+            text = json.dumps([place, settings])
+            texts = gather_texts(self.host, text, f"step {step}: comparing what the ranks read")
             rank = int(np.flatnonzero(headers[:, 7] != headers[0, 7])[0])
-            raise ExchangeError(
-                f"step {step}: rank 0 wants {texts[0]}; rank {rank} wants {texts[rank]}. Give all ranks "
-                "the same sizes, consumed_samples and ranges to leave out, and let them skip to the same place"
-            )
+            raise ExchangeError(f"step {step}: {_difference(json.loads(texts[0]), json.loads(texts[rank]), rank)}")
         other = np.flatnonzero(headers[:, 6] != headers[0, 6])
         if len(other):
             raise ExchangeError(
@@ -137,6 +145,7 @@ class Exchange:
         counts = np.ascontiguousarray(headers[:, 0])
         if headers[:, 1].any():
             self._check_end(step, headers[:, 1], has_more)
+        self._check_shared(step, headers[:, 8].reshape(-1, shared[0]))
         self._agree_on_schema(step, headers[:, 3], digest)
         self._form = TokenForm.agree(headers[:, 4], headers[:, 5])
         self._last_labels = facts_of_tokens.last_labels
@@ -288,6 +297,17 @@ class Exchange:
                 f"ranks {others} have more; give every rank the same number of samples"
             )
 
+    def _check_shared(self, step: int, shared: Int64Array) -> None:
+        different = np.argwhere(shared != shared[:, :1])
+        if len(different):
+            row, place = different[0].tolist()
+            first = row * shared.shape[1]
+            raise ExchangeError(
+                f"step {step}: ranks {first} and {first + place} have read samples of different lengths, but belong to "
+                "one data-parallel rank, whose samples its context-parallel ranks share out; give them the same data "
+                "in the same order, with the same seed"
+            )
+
     def _agree_on_schema(self, step: int, digests: Int64Array, mine: int) -> None:
         used = sorted(set(digests.tolist()) - {0})
         if not used:
@@ -311,6 +331,32 @@ class Exchange:
 def digest_of(text: str) -> int:
     """A number from 1 up that other texts are unlikely to have."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little") + 1
+
+
+def _as_texts(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Settings as texts, those of a layout one by one."""
+    texts: dict[str, str] = {}
+    for name, value in settings.items():
+        if isinstance(value, ParallelLayout):
+            texts |= {field.name: repr(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        else:
+            texts[name] = repr(value)
+    return texts
+
+
+def _difference(first: list[Any], other: list[Any], rank: int) -> str:
+    """In what the places and settings of rank 0 and another one differ."""
+    if first[0] != other[0]:
+        return (
+            f"rank 0 wants {first[0]}; rank {rank} wants {other[0]}. Give all ranks "
+            "the same sizes, consumed_samples and ranges to leave out, and let them skip to the same place"
+        )
+    names = [name for name in {**first[1], **other[1]} if first[1].get(name) != other[1].get(name)]
+    shown = "; ".join(
+        f"{name} is {first[1].get(name, 'not given')} on rank 0 and {other[1].get(name, 'not given')} on rank {rank}"
+        for name in names
+    )
+    return f"the ranks would plan differently: {shown}. Give all ranks the same configuration"
 
 
 def _value_places(parcels: Parcels, sizes: Int64Array) -> Iterator[tuple[int, int, int]]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from tdp_megatron.distributed.exchange import digest_of
 from tdp_megatron.distributed.values import decode_values, encode_values
 from tdp_megatron.ops import PackBuffers, PackTable, allocate_pack, build_pack_table
 from tdp_megatron.schedule.plan import Plan
@@ -53,6 +54,11 @@ class StepBundle:
             out.update({f"array/{key}": tensor_of(array) for key, array in self.buffers.arrays.items()})
             out.update({f"value/{i}": encode_values(values) for i, values in self.values.items()})
         return encode_values(out)
+
+    def content_digest(self) -> int:
+        """A number that tells two pipeline stages whether they hold the same plan and the same tokens."""
+        tokens = 0 if self.buffers is None else int(self.buffers.arrays["tokens"].sum())
+        return digest_of(f"{self.plan.digest()} {tokens}")
 
     def buffers_over(self, table: PackTable) -> PackBuffers:
         """The buffers, or what a middle pipeline stage has: where the sequences lie, and no token to learn from."""

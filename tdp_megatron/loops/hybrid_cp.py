@@ -148,6 +148,8 @@ class HybridCPDataLoaderWrapper:
                 error=error,
                 has_more=lambda: True,  # it has just given an item
                 place=f"steps {cursor.describe(end)}",
+                shared=(self.groups.layout.cp, 0 if local is None else local.shared),
+                planned_by={"algorithm": self.algorithm, "layout": self._layout},
             )
         if samples.ended or local is None:
             raise StopIteration

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from tdp_megatron.distributed.exchange import digest_of
 from tdp_megatron.loops.groups import LoopGroups
 from tdp_megatron.reading import FlatSamples, PackingKeys, read_block
 from tdp_megatron.samples import MappingReader, block_from_items
@@ -34,6 +36,8 @@ class LocalSamples:
     """int64 [n], sort keys that number all samples by data-parallel rank."""
     facts: Int64Array
     """int64 [n, 1 + number of keys], lengths to pad to, tokens, and what the keys say."""
+    shared: int
+    """A number that its CP neighbours have, too, where they have read samples of the same lengths."""
 
 
 def read_microbatches(
@@ -56,7 +60,8 @@ def read_microbatches(
             reader.declare_token_keys(token_keys)
     block.refs[:, 1] = mine
     facts = np.concatenate([padded[mine][:, None], keys.read(block)], axis=1)
-    return LocalSamples(read_block(block), groups.dp_rank * _RANK_STRIDE + mine, facts)
+    shared = digest_of(json.dumps([[len(sample["tokens"]) for sample in cut], padded.tolist()]))
+    return LocalSamples(read_block(block), groups.dp_rank * _RANK_STRIDE + mine, facts, shared)
 
 
 def samples_of(item: Any) -> list[dict[str, Any]]:

@@ -351,6 +351,8 @@ class Pack(Node[GlobalBatch]):
                 error=error,
                 has_more=lambda: len(self._draw(1)) > 0,
                 place=f"global batch {self._position} of {self.global_batch_size} samples without {list(self.skip)}",
+                planned_by={"algorithm": self.algorithm, "layout": self.layout, "mode": self.mode, "cost": self.cost}
+                | self.limits,
             )
         self._finish(len(samples))
         with self.stats.working(), exchange.host.telling_failures(self._position):

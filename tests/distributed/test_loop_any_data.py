@@ -12,17 +12,21 @@ import numpy as np
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torchdata.nodes import IterableWrapper
 
-from tdp_megatron.errors import ExchangeError, ScheduleError
+from tdp_megatron.distributed import DpCpGroups, Exchange
+from tdp_megatron.errors import ExchangeError, ScheduleError, TdpError
 from tdp_megatron.loops import (
     HybridCPDataLoaderWrapper,
     PackedIterator,
     get_batch_on_this_rank_for_sequence_packing,
     wrap_data_iterator,
 )
+from tdp_megatron.nodes import Pack
 from tdp_megatron.ops import cp_partition_indices
+from tdp_megatron.schedule import CostModel
 from tdp_megatron.testing import run_ranks
-from tdp_megatron.types import IGNORE_LABEL, PackedBatch
+from tdp_megatron.types import IGNORE_LABEL, PackedBatch, ParallelLayout
 
 pytestmark = pytest.mark.distributed
 
@@ -342,3 +346,94 @@ def test_hybrid_sequences_above_the_cap_and_keys_of_any_dtype() -> None:
         assert first[2][number].tolist() == [number, 0.5], rank
         assert second.startswith("ScheduleError: step 1: sequence 3 has 70 tokens, the limit is 64")
         assert second.endswith("is sample 0 of this step on data-parallel rank 3)")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"sequence_packing_scheduler": "lpt"}, "algorithm is 'dp_balanced' on rank 0 and 'lpt' on rank 1"),
+        ({"max_seqlen_per_dp_cp_rank": 32}, "max_seqlen_per_dp_cp_rank is 64 on rank 0 and 32 on rank 1"),
+        ({"scheduler_options": {"equal_count": False}}, "equal_count is True on rank 0 and False on rank 1"),
+        (
+            {"virtual_pipeline_model_parallel_size": 2, "microbatch_group_size_per_vp_stage": 4},
+            "microbatches_multiple is not given on rank 0 and 4 on rank 1",
+        ),
+    ],
+    ids=str,
+)
+def test_ranks_that_would_plan_differently_are_told(fields: dict[str, Any], message: str) -> None:
+    """They would send what the others do not expect, which ends processes without a word of why."""
+
+    def body(rank: int, world: int) -> str:
+        items = iter([{"tokens": torch.zeros(1 + (7 * i + rank) % 9).long()} for i in range(8)])
+        with pytest.raises(ExchangeError) as caught:
+            wrap_data_iterator(items, config(**(fields if rank == 1 else {})), 4)
+        return str(caught.value)
+
+    for heard in run_ranks(body, 4):
+        assert heard == f"step 0: the ranks would plan differently: {message}. Give all ranks the same configuration"
+
+
+def test_packs_of_an_exchange_that_differ_are_told() -> None:
+    def body(rank: int, world: int) -> str:
+        layout = ParallelLayout(2, 1, 64)
+        mover = Exchange(DpCpGroups.create(layout, timeout_s=10))
+        items = IterableWrapper([{"tokens": torch.zeros(1 + i % 5).long()} for i in range(20)])
+        cost = CostModel(a=1e-5, b=1e-9 * (1 + rank))
+        with pytest.raises(ExchangeError) as caught:
+            next(Pack(items, layout, global_batch_size=8, exchange=mover, cost=cost))
+        return str(caught.value)
+
+    for heard in run_ranks(body, 2):
+        assert "step 0: the ranks would plan differently: cost is CostModel(" in heard
+
+
+@pytest.mark.parametrize("pp", [2, 4])
+@pytest.mark.parametrize("kind", ["other lengths", "other tokens"])
+def test_pipeline_stages_that_read_different_data_are_told(pp: int, kind: str) -> None:
+    """Labels would silently belong to other tokens."""
+
+    def body(rank: int, world: int) -> str:
+        mesh = DeviceMesh("cpu", torch.arange(world).reshape(pp, -1), mesh_dim_names=("pp", "dp"))
+        stage, dp = divmod(rank, world // pp)
+        changed = stage == pp - 1 and dp == 1
+        lengths = [4, 5, 6, 7] if not changed or kind == "other tokens" else [4, 5, 7, 7]
+        items = [{"tokens": torch.full((n,), int(changed and kind == "other tokens"))} for n in lengths]
+        iterator = iter(items) if stage in (0, pp - 1) else None
+        try:
+            wrap_data_iterator(iterator, config(data_timeout_s=3.0, read_ahead=False), 4, mesh)
+            wrap_data_iterator(iterator, config(data_timeout_s=3.0, read_ahead=False), 4, mesh)
+        except (TdpError, StopIteration) as error:
+            return str(error)
+        return ""
+
+    heard = run_ranks(body, 2 * pp)
+    message = "step 0: the first and the last pipeline stage read samples of other lengths or tokens"
+    assert sum(text.startswith(message) for text in heard) >= pp  # one pipeline at least
+    if kind == "other lengths":
+        assert all(text.startswith(message) for text in heard)
+
+
+@pytest.mark.parametrize("adapter", ["wrap", "hybrid"])
+def test_context_parallel_ranks_that_read_different_data_are_told(adapter: str) -> None:
+    """They share the samples out among themselves: some would be trained on twice, and others never."""
+
+    def body(rank: int, world: int) -> list[str]:
+        mesh = DeviceMesh("cpu", torch.arange(4).reshape(2, 2), mesh_dim_names=("dp", "cp"))
+        heard = []
+        for culprit in (None, 3):
+            lengths = [3, 8, 5, 6] if rank != culprit else [8, 3, 5, 6]
+            items = iter([[{"tokens": torch.zeros(n).long()} for n in lengths]])
+            try:
+                if adapter == "wrap":
+                    wrap_data_iterator(items, config(), 1, mesh)
+                else:
+                    next(HybridCPDataLoaderWrapper(items, config(), mesh))
+                heard.append("")
+            except ExchangeError as error:
+                heard.append(str(error))
+        return heard
+
+    for fine, wrong in run_ranks(body, 4):
+        assert fine == ""
+        assert wrong.startswith("step 0: ranks 2 and 3 have read samples of different lengths")
