@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 from tdp_megatron.testing import write_corpus
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGES = ["blending.md", "statistics.md", "index-caches.md", "packing.md"]
+PAGES = ["blending.md", "statistics.md", "index-caches.md", "packing.md", "own-nodes.md"]
 COUNTS = {"code": 60, "prose": 30}
 
 
@@ -41,6 +42,8 @@ def names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     for name, count in COUNTS.items():
         documents = [rng.integers(0, 999, n) for n in rng.integers(40, 128, count)]
         write_corpus(tmp_path / "data" / f"{name}_text_document", documents)
+    lines = [json.dumps({"text": "word " * int(n)}) for n in rng.integers(0, 20, 40)]
+    (tmp_path / "docs.jsonl").write_text("\n".join(lines) + "\n")
     monkeypatch.chdir(tmp_path)
     tensorboard = ModuleType("torch.utils.tensorboard")
     tensorboard.SummaryWriter = SummaryWriter  # type: ignore[attr-defined]
