@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
 
-from tdp_megatron.errors import ScheduleError, StateMismatchError
+from tdp_megatron.distributed import Exchange
+from tdp_megatron.errors import ScheduleError, StateMismatchError, TdpError
 from tdp_megatron.loops.groups import LoopGroups
 from tdp_megatron.types import Int64Array
 
-__all__ = ["check_goes_on", "check_reader", "check_state", "naming_the_longest"]
+__all__ = ["check_goes_on", "check_reader", "check_state", "different_content", "naming_the_longest"]
 
 
 def check_reader(data_iterator: Any, groups: LoopGroups) -> None:
@@ -84,3 +85,21 @@ def naming_the_longest(step: int, seqlens: Int64Array, refs: Int64Array) -> Iter
                 f" (the longest, sequence {longest}, is sample {number} of this step on data-parallel rank {dp_rank})"
             )
         raise ScheduleError(f"step {step}: {error}{where}") from error
+
+
+def different_content(step: int, exchange: Exchange | None) -> TdpError:
+    """The error of pipeline stages that have read different samples, told to the data-parallel ranks of this stage.
+
+    Args:
+        step: number of the global batch.
+        exchange: of a stage that reads.
+    """
+    error = TdpError(
+        f"step {step}: the first and the last pipeline stage read samples of other lengths or tokens, and labels would "
+        "not belong to their tokens; give both the same data in the same order, with the same seed"
+    )
+    if exchange is not None:
+        # They may find nothing wrong in what they hold themselves.
+        with suppress(TdpError), exchange.host.telling_failures(step):
+            raise error
+    return error

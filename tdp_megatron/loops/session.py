@@ -14,10 +14,10 @@ from tdp_megatron.arguments import checked_int
 from tdp_megatron.distributed import Exchange, GlobalSamples, HostGroup
 from tdp_megatron.distributed.collectives import all_gather_rows, broadcast_bytes, gather_texts
 from tdp_megatron.distributed.exchange import digest_of
-from tdp_megatron.errors import ExchangeError, TdpError
+from tdp_megatron.errors import ExchangeError
 from tdp_megatron.loops.ahead import Ahead
 from tdp_megatron.loops.bundle import StepBundle
-from tdp_megatron.loops.checks import check_goes_on, check_reader, check_state, naming_the_longest
+from tdp_megatron.loops.checks import check_goes_on, check_reader, check_state, different_content, naming_the_longest
 from tdp_megatron.loops.config import LoopConfig
 from tdp_megatron.loops.cursor import ItemCursor, LeftOutItems
 from tdp_megatron.loops.groups import LoopGroups
@@ -218,7 +218,8 @@ class PackingSession:
                 has_more=lambda: end is not None and cursor.has_more(end),
                 place=f"samples {cursor.describe(end)}",
                 shared=(self.groups.layout.cp, 0 if local is None else local.shared),
-                planned_by={"algorithm": config.sequence_packing_scheduler, "layout": self.groups.layout} | self._limits,
+                planned_by={"algorithm": config.sequence_packing_scheduler, "layout": self.groups.layout}
+                | self._limits,
             )
         if samples.ended or local is None or end is None:
             cursor.note_end()
@@ -260,7 +261,7 @@ class PackingSession:
             message = "the first and the last pipeline stage read different samples"
             raise _ToldStagesError(ExchangeError(f"step {self._step}: {message}; {_SAME_PLACE}"))
         if rows[0, 2] != rows[-1, 2]:
-            raise _ToldStagesError(self._different_content())
+            raise _ToldStagesError(different_content(self._step, self._exchange))
         if pp.size > 2:
             data = None
             if pp.rank == 0:
@@ -270,17 +271,6 @@ class PackingSession:
             if bundle is None:
                 bundle = StepBundle.from_bytes(received, self.groups.rank)
         return bundle
-
-    def _different_content(self) -> Exception:
-        error = TdpError(
-            f"step {self._step}: the first and the last pipeline stage read samples of other lengths or tokens, and "
-            "labels would not belong to their tokens; give both the same data in the same order, with the same seed"
-        )
-        if self._exchange is not None:
-            # Other data-parallel ranks may find nothing wrong in what they hold.
-            with suppress(TdpError), self._exchange.host.telling_failures(self._step):
-                raise error
-        return error
 
     def _stage_failure(self, pp: HostGroup, kinds: Int64Array, error: Exception | None, what: str) -> Exception:
         texts = gather_texts(pp, "" if error is None else str(error), what)
