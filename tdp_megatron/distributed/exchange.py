@@ -55,7 +55,8 @@ class Exchange:
         self._encoded: list[bytes] = []
         self._form = TokenForm.agree(np.array([0]), np.array([0]))
         self._last_labels: Int64Array = np.zeros(0, dtype=np.int64)
-        self._rooms: dict[int, int] = {}  # by facts per sample, rows that travel with the header
+        self._room = 0
+        """Numbers that travel with the header, whoever gathers: ranks may differ in how many each sample has."""
         self.bytes_sent = 0
         """Bytes of samples sent to other ranks so far."""
 
@@ -235,24 +236,25 @@ class Exchange:
     def _gather_table(self, header: list[int], rows: Int64Array, what: str) -> tuple[Int64Array, Int64Array]:
         """Headers of all ranks, int64 [R, header], and their rows as far as there is room for them.
 
-        As many rows as the largest rank had in the last step travel with the header: when no rank has more, one
-        collective is enough.
+        As many rows as the largest rank has had so far travel with the header: when no rank has more, one collective
+        is enough.
         """
         width = rows.shape[1]
-        room = self._rooms.get(width - _COLUMNS, 0)
-        message = np.zeros(_HEADER + room * width, dtype=np.int64)
+        room = self._room // width
+        message = np.zeros(_HEADER + self._room, dtype=np.int64)
         message[:_HEADER] = header
         fitting = rows[:room].reshape(-1)
         message[_HEADER : _HEADER + len(fitting)] = fitting
         gathered = all_gather_rows(self.host, message, what)
-        return gathered[:, :_HEADER], gathered[:, _HEADER:].reshape(len(gathered), room, width)
+        table = gathered[:, _HEADER : _HEADER + room * width]
+        return gathered[:, :_HEADER], table.reshape(len(gathered), room, width)
 
     def _rows_of(self, table: Int64Array, rows: Int64Array, counts: Int64Array, what: str) -> Int64Array:
         """All rows of all ranks, int64 [R, most, columns]: those at hand, or gathered again with more room."""
         most = int(counts.max())
         if most <= table.shape[1]:
             return table
-        self._rooms[rows.shape[1] - _COLUMNS] = most
+        self._room = most * rows.shape[1]
         padded = np.zeros((most, rows.shape[1]), dtype=np.int64)
         padded[: len(rows)] = rows
         return all_gather_rows(self.host, padded, what)

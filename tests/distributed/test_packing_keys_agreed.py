@@ -10,7 +10,7 @@ import pytest
 import torch
 from torchdata.nodes import IterableWrapper
 
-from tdp_megatron.distributed import DpCpGroups, Exchange
+from tdp_megatron.distributed import DpCpGroups, Exchange, scatter_back
 from tdp_megatron.errors import ExchangeError
 from tdp_megatron.loops import HybridCPDataLoaderWrapper, LoopConfig, wrap_data_iterator
 from tdp_megatron.nodes import Pack
@@ -62,6 +62,46 @@ def test_ranks_with_different_keys_are_told() -> None:
         node = Pack(IterableWrapper(samples_of(rank)), LAYOUT, global_batch_size=6, exchange=exchange, together_key=key)
         with pytest.raises(ExchangeError, match="give all ranks the same together_key and apart_key"):
             next(node)
+
+    run_ranks(body, 2)
+
+
+@pytest.mark.parametrize("of_rank_1", [{"together_key": "conversation"}, {"apart_key": "speaker"}, {}])
+def test_ranks_with_different_keys_on_the_second_pack_of_an_exchange_are_told(of_rank_1: dict[str, str]) -> None:
+    """By then the exchange knows how many samples to expect; what it sends must not depend on the keys for that."""
+
+    def body(rank: int, world: int) -> str:
+        exchange = Exchange(DpCpGroups.create(LAYOUT, timeout_s=20))
+        options: dict[str, Any] = {"global_batch_size": 6, "exchange": exchange}
+        next(Pack(IterableWrapper(samples_of(rank)), LAYOUT, **options))
+        keys = of_rank_1 if rank else {"together_key": "conversation", "apart_key": "speaker"}
+        second = Pack(IterableWrapper(samples_of(rank)), LAYOUT, **options, **keys)
+        with pytest.raises(ExchangeError) as caught:
+            next(second)
+        return str(caught.value)
+
+    told = f"step 0: rank 0 tells 2 more numbers of each sample, rank 1 {len(of_rank_1)}"
+    wanted = f"{told}; give all ranks the same together_key and apart_key"
+    assert run_ranks(body, 2) == [wanted] * 2
+
+
+def test_packs_with_more_and_fewer_keys_take_turns_on_one_exchange() -> None:
+    def body(rank: int, world: int) -> None:
+        exchange = Exchange(DpCpGroups.create(LAYOUT, timeout_s=20))
+        samples = samples_of(rank)
+        packs: list[tuple[int, Pack]] = []
+        kinds: list[tuple[int, dict[str, Any]]] = [(2, {}), (3, {"together_key": "conversation"}), (1, {})]
+        for share, keys in kinds:
+            node = Pack(IterableWrapper(samples), LAYOUT, global_batch_size=2 * share, exchange=exchange, **keys)
+            packs.append((share, node))
+        for turn, (share, node) in enumerate((*packs, *packs)):
+            batch = next(node)
+            assert batch.samples is not None
+            tokens = [packed.tokens for packed in batch.pack(rank)]
+            back = scatter_back(exchange.host, batch.plan, batch.samples, tokens)
+            begin = share * (turn // len(packs))
+            wanted = [sample["tokens"].tolist() for sample in samples[begin : begin + share]]
+            assert [t.tolist() for t in back] == wanted
 
     run_ranks(body, 2)
 
