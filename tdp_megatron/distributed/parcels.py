@@ -213,6 +213,8 @@ class ParcelLayout:
 
         Positions that count up are not touched: ``out`` holds them already.
         """
+        if "tokens" not in out:  # no rank has had a sample so far, so that not even the keys are known
+            return
         streams, losses, raws = self._places(parcels, sizes)
         lengths, destinations = parcels.lengths, parcels.destinations
         if self.form.derived_labels:

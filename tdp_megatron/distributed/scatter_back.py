@@ -197,17 +197,20 @@ def send_outputs(
         plan: of the global batch.
         readers: of its samples.
         placed: this rank's outputs; None where it has none, and the plan gives it no real token.
-        agreed: dtype and shape of the outputs.
+        agreed: dtype and shape of the outputs; without any, as of a global batch without samples, they are float32.
         what: how an error names this step.
 
     Returns:
         The outputs of all samples this rank has read, one after the other, on the CPU, and int64 [n] their lengths.
 
     Raises:
-        ExchangeError: a rank is gone or late.
+        ExchangeError: a rank is gone or late, or there are tokens and no rank has outputs.
     """
     me = host.rank
-    dtype, entry = getattr(torch, agreed.dtype), agreed.shapes[0]
+    if not agreed.dtype and plan.seqlens.any():
+        raise ExchangeError(f"{what}: no rank has outputs, and the samples have {int(plan.seqlens.sum())} tokens")
+    dtype: torch.dtype = getattr(torch, agreed.dtype or "float32")
+    entry = agreed.shapes[0] if agreed.dtype else ()
     width = torch.empty(0, dtype=dtype).element_size() * int(np.prod(entry, dtype=np.int64))
     spans = build_rank_spans(plan)
     first_reader = readers.first_rank[spans.sample_ids]

@@ -333,3 +333,23 @@ def test_hybrid_context_parallelism(tp: int, cp: int, algorithm: str) -> None:
     for told in run_ranks(body, 4 * tp, timeout_s=60):
         assert "no global batch yet" in told
         assert "has outputs of the samples" in told
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("algorithm", ["default_dynamic_cp", "balanced_hybrid_cp"])
+def test_a_global_batch_without_samples_between_others(tp: int, algorithm: str) -> None:
+    def body(rank: int, world: int) -> None:
+        place = Place(rank, world, tp)
+        items: list[list[dict[str, Any]]] = [[], [{"tokens": torch.arange(5)}], []]
+        wrapper = HybridCPDataLoaderWrapper(
+            iter(items) if place.reads else None, CONFIG, place.mesh, algorithm=algorithm
+        )
+        packs = iter([[item] * NUM_MICROBATCHES for item in items]) if place.reads else None
+        for item in items:
+            samples, _ = next(wrapper)
+            outputs = None if samples is None else {i: s["tokens"][None].double() for i, s in samples.items()}
+            check(wrapper.scatter_back(outputs), [s["tokens"] for s in item], torch.float64 if item else torch.float32)
+            packed = wrap_data_iterator(packs and iter(next(packs)), CONFIG, NUM_MICROBATCHES, place.mesh)[0]
+            check(packed.scatter_back(outputs_of(packed)), [s["tokens"] for s in item] * NUM_MICROBATCHES)
+
+    run_ranks(body, 2 * tp, timeout_s=60)

@@ -11,6 +11,9 @@ from torchdata.nodes import IterableWrapper
 from tdp_megatron.distributed import DpCpGroups, Exchange, scatter_back
 from tdp_megatron.errors import ExchangeError
 from tdp_megatron.nodes import Pack
+from tdp_megatron.reading import read_block
+from tdp_megatron.samples import block_from_items
+from tdp_megatron.schedule import Plan
 from tdp_megatron.testing import run_ranks
 from tdp_megatron.types import ParallelLayout
 
@@ -55,3 +58,21 @@ def test_outputs_come_back_in_order(dp: int, cp: int, dtype: torch.dtype) -> Non
         joined = plan.scatter_back([result[0][step][1] for result in results])
         dealt = [result[1][3 * step + j] for j in range(3) for result in results]
         assert [t[:, 0].tolist() for t in joined] == dealt
+
+
+@pytest.mark.parametrize("seqlens", [[0, 0, 0], [2, 0, 3]])
+def test_a_plan_without_microbatches_gives_empty_outputs_or_says_whose_are_missing(seqlens: list[int]) -> None:
+    layout = ParallelLayout(2, 1, 64)
+
+    def body(rank: int, world: int) -> list[list[int]]:
+        exchange = Exchange(DpCpGroups.create(layout, timeout_s=20))
+        read = [{"tokens": torch.zeros(n, dtype=torch.int64)} for n in seqlens[rank::world]]
+        samples = exchange.gather(0, read_block(block_from_items(read, 0, 0)), 0)
+        plan = Plan.from_ops(layout, samples.seqlens.tolist(), [])
+        if any(seqlens):
+            with pytest.raises(ExchangeError, match="no rank has outputs, and the samples have 5 tokens"):
+                scatter_back(exchange.host, plan, samples, [])
+            return []
+        return [list(back.shape) for back in scatter_back(exchange.host, plan, samples, [])]
+
+    assert run_ranks(body, 2) == ([[], []] if any(seqlens) else [[[0], [0]], [[0]]])
