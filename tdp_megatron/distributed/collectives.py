@@ -133,11 +133,23 @@ def sum_int64(host: HostGroup, value: int, what: str) -> int:
 def require_equal(host: HostGroup, digest: str, what: str) -> None:
     """Compare a hexadecimal digest over all ranks.
 
+    Args:
+        host: who takes part.
+        digest: of what the ranks must have alike; empty where this rank's data has ended.
+        what: how an error names it.
+
     Raises:
-        ExchangeError: some rank has another digest; the message names the ranks that differ from rank 0.
+        ExchangeError: some rank has another digest, or its data has ended; the message names those ranks.
     """
     row = np.frombuffer(bytes.fromhex(digest)[:32].ljust(32, b"\0"), dtype=np.int64).copy()
     rows = all_gather_rows(host, row, f"comparing {what}")
+    ended = [r for r in range(len(rows)) if not rows[r].any()]
+    if 0 < len(ended) < len(rows):
+        more = [r for r in range(len(rows)) if r not in ended]
+        raise ExchangeError(
+            f"comparing {what}: the data of ranks {ended} has ended, ranks {more} have more; give all ranks the same "
+            "files, seed and number of samples"
+        )
     different = [r for r in range(len(rows)) if not np.array_equal(rows[r], rows[0])]
     if different:
         raise ExchangeError(

@@ -9,6 +9,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from tdp_megatron.distributed.beats import Reached
+from tdp_megatron.distributed.liveness import early_end
 from tdp_megatron.distributed.ordered_group import new_ordered_group
 from tdp_megatron.distributed.progress import Progress
 from tdp_megatron.distributed.watch import Watch
@@ -39,6 +41,7 @@ class HostGroup:
         self.step = 0
         """Step the group is in, for messages."""
         self._progress = Progress(self.global_ranks, self.rank, self.group.group_name)
+        self._reached = Reached()
         self._watch: Watch | None = None
         self._is_closed = False
 
@@ -72,8 +75,9 @@ class HostGroup:
         self._progress.take_back(teller)
         alone = self.size == 1 or self._is_closed or not self._progress.has_store
         if not alone and (self._watch is None or not self._watch.is_running):
-            self._watch = Watch(self._progress, self.rank, self.size, self.timeout_s)
-            weakref.finalize(self, self._watch.stop)
+            self._watch = Watch(self._progress, self.rank, self.global_ranks, self.timeout_s, self._reached)
+            # At the end of the interpreter it is told of errors, too.
+            weakref.finalize(self, self._watch.stop).atexit = False
         self.note_use()
 
     def close(self) -> None:
@@ -85,14 +89,39 @@ class HostGroup:
         if self._watch is not None:
             self._watch.close()
 
-    def note_use(self, step: int | None = None) -> None:
+    def note_use(self, pipeline: str = "", step: int | None = None) -> None:
         """Note that the training loop has taken another step, and so is not stuck.
 
         Args:
+            pipeline: what decides the order of its steps.
             step: which, where it is known.
         """
+        if step is not None:
+            self._reached.come(pipeline, step)
         if self._watch is not None:
-            self._watch.came(step)
+            self._watch.came()
+
+    def note_end(self, pipeline: str, step: int, teller: str = "") -> None:
+        """Note that the data of a pipeline has no global batch ``step``, which holds for all ranks.
+
+        The ranks do not wait for each other: who comes to the end first has nothing to compare with. See ``watch``.
+
+        Args:
+            pipeline: as for ``note_use``.
+            step: number of the global batch.
+            teller: who takes back that it ended too early; see ``watch``.
+
+        Raises:
+            ExchangeError: on another rank it ended earlier or later.
+        """
+        rank, at = self._progress.note_end(pipeline, self._reached.end(pipeline, step), step)
+        if at == step:
+            return
+        (short, shorter), (_, longer) = sorted([(step, self.rank), (at, rank)])
+        text = early_end(shorter, short, longer)
+        self._progress.accuse(shorter, short, text, teller=teller)
+        first = self._progress.read_cause()  # what the other ranks are told, or have told
+        raise ExchangeError(text if first is None else first.text)
 
     def raise_if_told(self, step: int) -> None:
         """Raise when a rank has told that it cannot make ``step`` or an earlier one; costs nothing. See ``watch``.

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from torch.distributed.distributed_c10d import PrefixStore
 
+from tdp_megatron.distributed.beats import has_left
 from tdp_megatron.distributed.ordered_group import default_store
 
 __all__ = ["Cause", "Progress"]
@@ -33,6 +34,8 @@ class Cause:
     """The rank itself, or one that has found it gone."""
     number: int
     """How many causes ``told_by`` had told before: one that is taken back and told again is another."""
+    silent_s: int = -1
+    """For how long the rank had given no sign of life, seconds; -1 where it was not found by that."""
 
 
 class Progress:
@@ -77,9 +80,17 @@ class Progress:
         """
         self._tell(teller, self._rank, step, f"rank {self._rank} failed in step {step}: {cause}")
 
-    def accuse(self, rank: int, step: int, text: str) -> None:
-        """Note that another rank is gone and cannot make ``step``."""
-        self._tell(_LIVENESS, rank, step, text)
+    def accuse(self, rank: int, step: int, text: str, *, teller: str = _LIVENESS, silent_s: float = -1.0) -> None:
+        """Note that another rank is gone and cannot make ``step``.
+
+        Args:
+            rank: which.
+            step: number of the global batch.
+            text: what all ranks are told.
+            teller: who takes it back; ``acquit`` does unless it is named.
+            silent_s: for how long it has given no sign of life, seconds; negative where it was not found by that.
+        """
+        self._tell(teller, rank, step, text, int(silent_s))
 
     def acquit(self) -> None:
         """Take back that another rank is gone."""
@@ -105,8 +116,20 @@ class Progress:
         if not note:
             return None
         place, text = note.split("\n", 1)
-        rank, step, told_by, number = map(int, place.split())
-        return Cause(rank, step, text, told_by, number)
+        rank, step, told_by, number, silent_s = map(int, place.split())
+        return Cause(rank, step, text, told_by, number, silent_s)
+
+    def note_end(self, pipeline: str, count: int, step: int) -> tuple[int, int]:
+        """Note that there is no global batch ``step``; the first rank that came to its end, and the step it noted.
+
+        Args:
+            pipeline: whose data it is.
+            count: how often the data had ended before.
+            step: number of the global batch.
+        """
+        first = self._compare_set(f"ended/{pipeline}/{count}", "", f"{self._rank} {step}")
+        rank, at = map(int, (first or f"{self._rank} {step}").split())
+        return rank, at
 
     def note_beat(self, note: str) -> None:
         """Note that this rank lives, or has left."""
@@ -168,28 +191,41 @@ class Progress:
 
     def _describe(self, rank: int, step: int) -> str:
         begun = self._get(f"begun/{rank}")
+        if has_left(self._get(f"beat/{rank}") or ""):
+            where = "before it began a step" if begun is None else f"having begun step {begun}"
+            return f"rank {rank} left of its own accord, {where}"
         if begun is None:
             return f"rank {rank} never began a step"
         if int(begun) < step:
             return f"rank {rank} is missing: it began step {begun}, not step {step}"
         return f"rank {rank} vanished in step {begun}"
 
-    def _tell(self, teller: str, rank: int, step: int, text: str) -> None:
+    def _tell(self, teller: str, rank: int, step: int, text: str, silent_s: int = -1) -> None:
         with self._telling:
             if teller not in self._told:
                 text = text.encode(errors="backslashreplace").decode()  # it may hold the name of a file
-                self._told[teller] = f"{rank} {step} {self._rank} {self._number}\n{text}"
+                self._told[teller] = f"{rank} {step} {self._rank} {self._number} {silent_s}\n{text}"
                 self._number += 1
             self._replace_cause("", self._told[teller])
 
     def _replace_cause(self, note: str, by: str) -> None:
         """Note another first cause, or none, if ``note`` is still the first."""
+        self._compare_set("first_cause", note, by)
+
+    def _compare_set(self, key: str, expected: str, value: str) -> str:
+        """Set ``key`` if it holds what is expected; what it holds then, empty where that is unknown.
+
+        Args:
+            key: of the store.
+            expected: empty also stands for a key that was never set.
+            value: what to set.
+        """
         store = self._store
         try:
-            if store is not None:
-                store.compare_set("first_cause", note, by)  # "" also stands for a key that was never set
+            held = None if store is None else store.compare_set(key, expected, value)
         except RuntimeError:
-            self._store = None
+            self._store = held = None
+        return held.decode() if isinstance(held, bytes) else str(held or "")
 
     def _add(self, key: str, count: int) -> int:
         store = self._store  # another thread may find it gone meanwhile

@@ -11,16 +11,17 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
-from types import FrameType
-from typing import TypeAlias
 
 import torch.distributed as dist
 
 from tdp_megatron.background import BackgroundThread, error_at_exit
+from tdp_megatron.distributed.beats import Reached
 from tdp_megatron.distributed.liveness import Liveness
 from tdp_megatron.distributed.ordered_group import default_store
 from tdp_megatron.distributed.progress import Cause, Progress
+from tdp_megatron.distributed.standstill import Standstill, collective_in_progress, stacks
 from tdp_megatron.distributed.store_host import lost_store
 from tdp_megatron.errors import ExchangeError
 
@@ -42,35 +43,37 @@ _FAREWELL_SECONDS = 3.0
 #: A collective of ours ends by itself after the same time-out, and with a better message.
 _GRACE_SECONDS = 5.0
 
-#: Where threads are: code and instruction of every frame.
-_Places: TypeAlias = tuple[tuple[int, int], ...]
-
 
 class Watch:
     """Looks for the first cause of a failure that another rank of the group has told, or that a rank is gone.
 
     The cause is logged at once. Whoever asks for a step that the other rank cannot make gets it as an error. A
-    process that does not ask, because its threads have stood still for ``timeout_s`` since then (in a collective of the
-    training loop that will never complete, above all), is ended: nothing can be raised there.
+    process that does not ask, because its threads have stood still for ``timeout_s`` since the failure (in a collective
+    of the training loop that will never complete, above all), is ended: nothing can be raised there.
 
     Args:
         progress: the group's notes.
         rank: this process's place in the group.
-        group_size: ranks in the group.
+        global_ranks: torch.distributed ranks in the group's order.
         timeout_s: how long the threads may stand still, and other ranks give no sign of life, seconds.
+        reached: how far this rank has come.
     """
 
-    def __init__(self, progress: Progress, rank: int, group_size: int, timeout_s: float) -> None:
+    def __init__(
+        self, progress: Progress, rank: int, global_ranks: Sequence[int], timeout_s: float, reached: Reached
+    ) -> None:
         self._progress = progress
         self._rank = rank
         self._timeout_s = timeout_s
-        self._group_size = group_size
+        self._global_ranks = tuple(global_ranks)
+        self._reached = reached
         self._num_ranks = dist.get_world_size()
         self._may_hold_store = dist.get_rank() == 0
-        self._liveness = Liveness(progress, rank, group_size, timeout_s)
+        self._liveness = Liveness(progress, rank, len(global_ranks), timeout_s, reached)
         self._store = default_store()
-        self._step = -1
         self._cause: Cause | None = None
+        self._happened = 0.0
+        """When that was, as far as known."""
         self._came = 0
         self._stopped = False
         self._stop = threading.Event()
@@ -99,15 +102,9 @@ class Watch:
         self._stop.set()
         self._thread.join(_LAST_LOOK_SECONDS)
 
-    def came(self, step: int | None = None) -> None:
-        """Note that the training loop goes on: it may be in the same place whenever one looks, and yet move.
-
-        Args:
-            step: the one it is given.
-        """
+    def came(self) -> None:
+        """Note that the training loop goes on: it may be in the same place whenever one looks, and yet move."""
         self._came += 1
-        if step is not None:
-            self._step = step
 
     def raise_if_told(self, step: int) -> None:
         """Raise when another rank has told that it cannot make ``step``, or an earlier one.
@@ -122,10 +119,12 @@ class Watch:
             raise ExchangeError(cause.text)
 
     def _run(self) -> None:
-        seen: tuple[int, Cause, _Places] | None = None
-        moved = 0.0
+        standstill = Standstill()
         while not self._stop.wait(self.interval_s):
-            if self._stopped or not dist.is_initialized():
+            if self._stopped:
+                break
+            if not dist.is_initialized():
+                self._await_end()
                 break
             if self._progress.has_store:
                 self._look()
@@ -133,28 +132,47 @@ class Watch:
                 self._learn(self._lost_store())
                 if self._cause is None:
                     return
-            cause = self._cause
-            if cause is None:
-                seen = None
-                continue
-            now = self._came, cause, _places()
-            if now != seen:
-                seen, moved = now, time.monotonic()
-            elif time.monotonic() - moved > self._timeout_s + _GRACE_SECONDS:
-                self._end(cause)
+            now = time.monotonic()
+            since = standstill.look(self._came, now)
+            if self._cause is None:
+                self._look_for_who_left(now - since)
+            # Since a rank that fell silent did, not since that was told, or the others would wait for twice as long.
+            elif now - max(since, self._happened) > self._timeout_s + _GRACE_SECONDS:
+                self._end(self._cause)
         self._leave()
 
-    def _look(self) -> None:
+    def _look(self, *, at_once: bool = False) -> None:
         """Read the first cause, after this rank has told what it knows itself."""
         self._progress.tell_again()
-        self._liveness.look(self._step, self.interval_s)
+        self._liveness.look(self.interval_s, at_once=at_once)
         cause = self._progress.read_cause()
         if self._progress.has_store:
-            self._learn(cause if cause is None or cause.rank != self._rank else None)
+            # It has raised its own failure already; and whoever is taken for dead and reads this is not.
+            is_own = cause is not None and cause.rank == self._rank
+            is_own = is_own and cause is not None and (cause.told_by == self._rank or cause.silent_s >= 0)
+            self._learn(None if is_own else cause)
+
+    def _look_for_who_left(self, still_s: float) -> None:
+        """Tell when this rank waits in a collective for one that has left; which may be no mistake elsewhere."""
+        left = self._liveness.left
+        if not left or still_s <= self._timeout_s + _GRACE_SECONDS:
+            return
+        waiting = collective_in_progress()
+        awaited = () if waiting is None else [rank for rank in left if self._global_ranks[rank] in waiting[1]]
+        if waiting is not None and awaited:
+            what = f"rank {self._rank} has been waiting for it in {waiting[0]} for {still_s:.0f} s"
+            self._liveness.tell_left(awaited[0], what)
+
+    def _await_end(self) -> None:
+        """The process groups are gone; note that at once, as nothing may follow, and wait for the error behind it."""
+        self._liveness.leave(is_missed=True)
+        while not self._stopped and not self._stop.wait(self.interval_s):
+            pass
 
     def _learn(self, cause: Cause | None) -> None:
         if cause is not None and cause != self._cause:
             self._progress.confirm_cause(cause)
+            self._happened = time.monotonic() - max(0, cause.silent_s)
             logger.error("%s; rank %d cannot go on without it", cause.text, self._rank)
         self._cause = cause
 
@@ -168,22 +186,26 @@ class Watch:
         """Tell the others that this rank ends, and why where that is an error."""
         error = None if self._stopped else error_at_exit()
         if error is None or isinstance(error, ExchangeError):
-            self._liveness.leave()
+            self._liveness.leave(is_missed=not self._stopped and error is None)
             return
         # Another rank's end cuts off the loop's own collectives, which name no rank, before it has been told here.
         deadline = time.monotonic() + _LAST_LOOK_SECONDS
         while self._cause is None and self._progress.has_store and time.monotonic() < deadline:
-            self._look()
+            self._look(at_once=True)
             time.sleep(_LAST_LOOK_SECONDS / 30)
         if self._cause is None:
-            self._progress.tell_cause(self._step, f"{type(error).__name__}: {error}")
+            who_left = self._liveness.describe_left()
+            if who_left:
+                logger.error("%s; rank %d ends after that", who_left, self._rank)
+            said = f"{type(error).__name__}: {error}"
+            self._progress.tell_cause(self._reached.step, f"{said}; {who_left}" if who_left else said)
         self.say_farewell()
 
     def say_farewell(self) -> None:
         """Let the others read the cause before this process ends, if the store may go with it."""
         if self._may_hold_store:
             farewell_s = max(_FAREWELL_SECONDS, 2 * self.interval_s)
-            self._progress.await_confirmations(self._group_size - 1, farewell_s)
+            self._progress.await_confirmations(len(self._global_ranks) - 1, farewell_s)
 
     def _end(self, cause: Cause) -> None:
         said = (
@@ -193,35 +215,6 @@ class Watch:
         # In one piece, as other ranks may end on the same terminal at the same moment, which makes one jumble of what
         # faulthandler writes word by word; and not to a log, which might not be written before the end.
         with suppress(Exception):  # standard error may be closed, or no file
-            sys.stderr.write("\n".join([said, *_stacks(), ""]))
+            sys.stderr.write("\n".join([said, *stacks(), ""]))
             sys.stderr.flush()
         os._exit(1)
-
-
-def _places() -> _Places:
-    """Where the main thread is, and every other that the program waits for at its end."""
-    frames = sys._current_frames()
-    main = threading.main_thread()
-    places: list[tuple[int, int]] = []
-    for thread in threading.enumerate():
-        frame = frames.get(thread.ident or 0)
-        if thread is not main and thread.daemon:
-            continue
-        while frame is not None:
-            places.append((id(frame.f_code), frame.f_lasti))
-            frame = frame.f_back
-    return tuple(places)
-
-
-def _stacks() -> list[str]:
-    """The stack of every thread, the most recent call first; without lines of code, which may lie on a file system that
-    hangs."""
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    stacks: list[str] = []
-    for ident, frame in sys._current_frames().items():
-        stacks.append(f"Thread {names.get(ident, ident)} (most recent call first):")
-        at: FrameType | None = frame
-        while at is not None:
-            stacks.append(f'  File "{at.f_code.co_filename}", line {at.f_lineno} in {at.f_code.co_name}')
-            at = at.f_back
-    return stacks

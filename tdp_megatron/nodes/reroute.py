@@ -73,7 +73,8 @@ class Reroute(Node[Step]):
         self.pad_id = checked_int("pad_id", pad_id)
         self.device = None if device is None else torch.device(device)
         self.agree_every = agree_every
-        self._by_plan = False
+        self._by_plan = getattr(source, "exchange", None) is None
+        self._pipeline = ""
         self._is_made_ahead = False
         self._name = f"reroute {id(self)}"
 
@@ -90,6 +91,7 @@ class Reroute(Node[Step]):
                 "different moments. Load a state as it was saved"
             )
         self.source.reset(None if state is None else state[self.SOURCE_KEY])
+        self._pipeline = _order_of(self.source.state_dict())
 
     _source_state_keys = ("source",)
 
@@ -102,7 +104,11 @@ class Reroute(Node[Step]):
             host.watch(self._name)
         with nullcontext() if host is None else host.telling_failures(self._position, self._name):
             with self.stats.waiting():
-                batch = next(self.source)
+                try:
+                    batch = next(self.source)
+                except StopIteration:
+                    self._agree_on_end()
+                    raise
             with self.stats.working():
                 step = self._step(batch)
         self._position = step.index + 1
@@ -122,7 +128,7 @@ class Reroute(Node[Step]):
         """
         self._is_made_ahead = True
         if self.groups is not None:
-            self.groups.data.note_use(step.index)
+            self.groups.data.note_use(self._pipeline, step.index)
         self._raise_if_told(step.index)
 
     def _raise_if_told(self, index: int) -> None:
@@ -145,16 +151,26 @@ class Reroute(Node[Step]):
         skip(step)
         self._position = step
 
+    def _agree_on_end(self) -> None:
+        """By exchange the ranks have agreed on it already; by plan, compare where the data ended."""
+        if self.groups is None or not self._by_plan:
+            return
+        host, step = self.groups.data, self._position
+        if self.agree_every and step % self.agree_every == 0:
+            host.begin_step(step)
+            require_equal(host, "", _compared(step))
+        host.note_end(self._pipeline, step, self._name)
+
     def _step(self, batch: GlobalBatch) -> Step:
         if not isinstance(batch, GlobalBatch):
             raise TypeError(f"Reroute needs planned global batches of Pack or StreamPack, got {type(batch).__name__}")
         self._by_plan = batch.exchange is None
         if self.groups is not None:
-            self.groups.data.note_use(None if self._is_made_ahead else batch.index)
+            self.groups.data.note_use(self._pipeline, None if self._is_made_ahead else batch.index)
         self._raise_if_told(batch.index)
         if self.agree_every and self.groups is not None and batch.index % self.agree_every == 0:
             host = _begun(self.groups.data, batch)
-            require_equal(host, self._digest(batch), f"the plan or the order of the samples of step {batch.index}")
+            require_equal(host, self._digest(batch), _compared(batch.index))
         if self.groups is None:
             batches = batch.pack(self.rank, pad_id=self.pad_id, device=self.device)
         else:
@@ -197,6 +213,19 @@ class Reroute(Node[Step]):
                 "give Reroute its groups"
             )
         return sum_int64(_begun(self.groups.data, batch), mine, f"step {batch.index}: counting loss tokens")
+
+
+def _order_of(state: Any) -> str:
+    """Digest of the fingerprints in a state: the same for pipelines of one order."""
+    found: list[Any] = []
+    while isinstance(state, Mapping):
+        found.append(state.get(Node.FINGERPRINT_KEY))
+        state = state.get(Node.SOURCE_KEY)
+    return hashlib.sha256(json.dumps(found, sort_keys=True, default=str).encode()).hexdigest()[:12]
+
+
+def _compared(step: int) -> str:
+    return f"the plan or the order of the samples of step {step}"
 
 
 def _begun(host: HostGroup, batch: GlobalBatch) -> HostGroup:

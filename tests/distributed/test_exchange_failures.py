@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torchdata.nodes import IterableWrapper
 
+from tdp_megatron import background
 from tdp_megatron.distributed import DpCpGroups, Exchange, HostGroup, require_equal, sum_int64
 from tdp_megatron.errors import ExchangeError, ScheduleError
 from tdp_megatron.loops import HybridCPDataLoaderWrapper, wrap_data_iterator
@@ -332,6 +333,26 @@ def test_a_rank_killed_after_the_exchange_is_named() -> None:
     assert "rank 1 is missing: it began step 1, not step 2" in first
 
 
+@pytest.mark.parametrize("exchange", [False, True])
+def test_a_rank_that_leaves_is_named_by_those_who_meet_it_no_more(equal_documents: str, exchange: bool) -> None:
+    """Such as one that catches an error of its own and calls sys.exit(1)."""
+
+    def body(rank: int, world: int) -> str:
+        def before(step: int, groups: DpCpGroups, pack: Pack) -> None:
+            if rank == 1 and step == 3:
+                background._end_all()
+                os._exit(1)
+
+        source: Any = documents(equal_documents)
+        if exchange:
+            source = Shard(source, rank=rank, num_ranks=world)
+        return walk(source, exchange=exchange, agree_every=1, before=before)
+
+    first, _ = run_ranks(body, 2, timeout_s=20, return_failures=True)
+    assert first.startswith(f"ExchangeError: {'step 3: gathering lengths' if exchange else 'comparing the plan'}")
+    assert "rank 1 left of its own accord, having begun step 2" in first
+
+
 @pytest.fixture(scope="module")
 def equal_documents(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Documents of one length, so that every order of them makes the same plans."""
@@ -387,7 +408,10 @@ def test_without_an_exchange_a_missing_rank_is_named_at_the_next_comparison(equa
     assert f"did not complete within 1.5 s: rank 1 {reason}" in first
 
 
-def test_a_disk_read_that_fails_once_is_tried_again(equal_documents: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("exchange", [False, True])
+def test_a_disk_read_that_fails_once_is_tried_again(
+    equal_documents: str, exchange: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     failures: list[int] = []
     real = os.preadv
 
@@ -400,8 +424,10 @@ def test_a_disk_read_that_fails_once_is_tried_again(equal_documents: str, monkey
     monkeypatch.setattr(os, "preadv", failing_once)
 
     def body(rank: int, world: int) -> Any:
-        source = DocumentSample(IndexedRead(equal_documents, mmap=False), max_seqlen=8)
-        return walk(source, exchange=False, agree_every=1, timeout_s=10), len(failures)
+        source: Any = DocumentSample(IndexedRead(equal_documents, mmap=False), max_seqlen=8)
+        if exchange:
+            source = Shard(source, rank=rank, num_ranks=world)
+        return walk(source, exchange=exchange, agree_every=1, timeout_s=10), len(failures)
 
     assert run_ranks(body, 2) == [("10 steps", 0), ("10 steps", 1)]
 

@@ -21,6 +21,7 @@ from tdp_megatron import background
 from tdp_megatron.distributed import DpCpGroups
 from tdp_megatron.distributed import liveness as liveness_module
 from tdp_megatron.distributed import watch as watch_module
+from tdp_megatron.distributed.beats import Reached, has_left
 from tdp_megatron.distributed.liveness import Liveness
 from tdp_megatron.distributed.process_place import Condition, ProcessPlace
 from tdp_megatron.distributed.progress import Progress
@@ -184,7 +185,11 @@ def test_a_rank_killed_on_another_machine_is_named_after_the_deadline(monkeypatc
     assert_killed(run_ranks(body, 3, timeout_s=40, return_failures=True), 1, "last seen at step 3", silent)
 
 
-def test_a_rank_stopped_beyond_the_deadline_is_said_to_be_stopped_and_acquitted_when_it_goes_on() -> None:
+def test_a_rank_stopped_beyond_the_deadline_is_said_to_be_stopped_and_acquitted_when_it_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(watch_module, "_GRACE_SECONDS", 20.0)  # the others wait for it in a collective
+
     def body(rank: int, world: int) -> list[Any]:
         groups = DpCpGroups.create(LAYOUT, timeout_s=1.0)
         mine = steps(groups)
@@ -212,21 +217,25 @@ def test_a_rank_stopped_beyond_the_deadline_is_said_to_be_stopped_and_acquitted_
     )
 
 
+def leave(how: str, groups: list[DpCpGroups]) -> None:
+    """End the process of its own accord, in one of the ways there are."""
+    if how == "close":
+        groups[0].close()
+    elif how == "destroy":
+        dist.destroy_process_group()
+        time.sleep(0.5)
+    elif how == "exit":
+        background._end_all()
+    else:
+        groups.clear()
+        gc.collect()
+        time.sleep(0.5)
+    os._exit(0)
+
+
 @pytest.mark.parametrize("how", ["close", "destroy", "exit", "drop"])
 def test_who_leaves_of_its_own_accord_is_not_missed(how: str, caplog: pytest.LogCaptureFixture) -> None:
-    def leave(groups: list[DpCpGroups]) -> None:
-        if how == "close":
-            groups[0].close()
-        elif how == "destroy":
-            dist.destroy_process_group()
-            time.sleep(0.5)
-        elif how == "exit":
-            background._end_all()
-        else:
-            groups.clear()
-            gc.collect()
-            time.sleep(0.5)
-        os._exit(0)
+    """After its last step others may still work, on a checkpoint above all; where it has closed, they may go on."""
 
     def body(rank: int, world: int) -> list[Any]:
         groups = DpCpGroups.create(LAYOUT, timeout_s=1.0)
@@ -236,13 +245,89 @@ def test_who_leaves_of_its_own_accord_is_not_missed(how: str, caplog: pytest.Log
         if rank == 1:
             held = [groups]
             del groups, mine
-            leave(held)
+            leave(how, held)
         time.sleep(3.0)
-        return [next(mine).index, is_accused(groups), [record.getMessage() for record in caplog.records]]
+        told = [record.getMessage() for record in caplog.records]
+        further = [next(mine).index for _ in range(3)] if how in ("close", "drop") else []
+        time.sleep(0.5)
+        return [further, is_accused(groups), told]
 
     results = run_ranks(body, 3, timeout_s=40, return_failures=True)
     assert isinstance(results[1], RankFailure)
-    assert results[0] == results[2] == [1, False, []]
+    assert results[0] == results[2] == [[1, 2, 3] if how in ("close", "drop") else [], False, []]
+
+
+LEFT = "left after step {at}, without an uncaught error"
+
+
+@pytest.mark.parametrize("depth", [0, 4])
+@pytest.mark.parametrize("how", ["destroy", "exit"])
+def test_who_leaves_while_the_others_go_on_is_named(how: str, depth: int) -> None:
+    """Such as a rank that catches its own error and calls sys.exit(1): nobody sees the code."""
+
+    def body(rank: int, world: int) -> str:
+        groups = DpCpGroups.create(LAYOUT, timeout_s=30)
+        if rank != 1:
+            return walk(groups, depth=depth)
+        for step in steps(groups, depth=depth):
+            if step.index == 2:
+                leave(how, [groups])
+        return ""
+
+    results = run_ranks(body, 3, timeout_s=40, return_failures=True)
+    for rank in (0, 2):
+        assert results[rank].startswith("rank 1 (pid ")
+        assert f") {LEFT.format(at=2)}, and rank 0 has come to step 3" in results[rank]
+
+
+@pytest.mark.parametrize("waits", ["in a collective", "elsewhere"])
+def test_who_waits_in_a_collective_for_a_rank_that_left_ends(waits: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """In the step after which it left: elsewhere that may be its last one, and a checkpoint being written."""
+
+    def body(rank: int, world: int) -> str:
+        groups = DpCpGroups.create(LAYOUT, timeout_s=1.0)
+        next(steps(groups))
+        dist.barrier()
+        if rank == 1:
+            background._end_all()
+            time.sleep(8)  # its connections are not cut off, as those of a machine that loses power
+            os._exit(0)
+        if rank == 0 and waits == "in a collective":
+            dist.all_reduce(torch.ones(1))
+        for _ in range(50):
+            time.sleep(0.1)
+            if rank == 2:
+                groups.data.note_use()  # it works on something
+        return "went on"
+
+    results = run_ranks(body, 3, timeout_s=40, return_failures=True)
+    assert results[2] == "went on"
+    if waits == "elsewhere":
+        assert results[0] == "went on"
+        return
+    assert "exit code 1 " in results[0].message
+    said = capfd.readouterr().err
+    assert f") {LEFT.format(at=0)}; rank 0 has been waiting for it in all_reduce for 1 s; rank 0 has been" in said
+
+
+def test_a_collective_cut_off_by_a_rank_that_left_names_it(caplog: pytest.LogCaptureFixture) -> None:
+    def body(rank: int, world: int) -> list[str]:
+        groups = DpCpGroups.create(LAYOUT, timeout_s=30)
+        next(steps(groups))
+        dist.barrier()
+        if rank == 1:
+            leave("exit", [groups])
+        try:
+            dist.all_reduce(torch.ones(1))
+        except RuntimeError as error:
+            sys.last_value = error
+            background._end_all()
+        return [record.getMessage() for record in caplog.records]
+
+    results = run_ranks(body, 3, timeout_s=40, return_failures=True)
+    said = results[0][-1]  # rank 2 may have read what rank 0 has told
+    assert said.startswith("rank 1 (pid ")
+    assert said.endswith(f") {LEFT.format(at=0)}; rank 0 ends after that")
 
 
 def test_the_end_of_a_forked_child_of_multiprocessing_says_so_too() -> None:
@@ -258,9 +343,10 @@ def test_the_end_of_a_forked_child_of_multiprocessing_says_so_too() -> None:
             multiprocessing.util._exit_function()
             os._exit(0)
         time.sleep(2.0)
-        return [groups.data._progress.read_beat(1), is_accused(groups)]
+        note = groups.data._progress.read_beat(1)
+        return [note is not None and has_left(note), is_accused(groups)]
 
-    assert run_ranks(body, 2, timeout_s=40, return_failures=True)[0] == ["left", False]
+    assert run_ranks(body, 2, timeout_s=40, return_failures=True)[0] == [True, False]
 
 
 def test_a_fork_that_ends_does_not_leave_in_its_parents_name() -> None:
@@ -274,7 +360,7 @@ def test_a_fork_that_ends_does_not_leave_in_its_parents_name() -> None:
             os._exit(0)
         os.waitpid(child, 0)
         time.sleep(0.5)
-        left = [r for r in range(world) if groups.data._progress.read_beat(r) == "left"]
+        left = [r for r in range(world) if has_left(groups.data._progress.read_beat(r) or "")]
         dist.barrier()
         return [left, is_accused(groups)]
 
@@ -383,8 +469,9 @@ class Machine:
         )
         self.progress = [self._progress(rank, len(spaces)) for rank in range(len(spaces))]
         self.ranks: dict[int, Liveness] = {}
+        self.reached = [Reached() for _ in spaces]
         for rank, space in enumerate(spaces):
-            liveness = Liveness(self.progress[rank], rank, len(spaces), timeout_s)
+            liveness = Liveness(self.progress[rank], rank, len(spaces), timeout_s, self.reached[rank])
             liveness._here = ProcessPlace(rank, 7, space, f"node-{space}")
             self.ranks[rank] = liveness
 
@@ -415,7 +502,8 @@ class Machine:
             self.now += 1.0
             for rank, liveness in self.ranks.items():
                 if rank not in stopped:
-                    liveness.look(int(self.now), 1.0)
+                    self.reached[rank].come("train", int(self.now))
+                    liveness.look(1.0)
 
     @property
     def accused(self) -> int | None:
@@ -475,7 +563,7 @@ def test_who_left_is_passed_over_and_the_next_one_looked_after(no_job: None, mon
     job = Machine("abcdefgh", monkeypatch)
     job.run(30)
     for rank in (3, 4):
-        job.ranks.pop(rank).leave()
+        job.ranks.pop(rank).leave(is_missed=False)
     job.run(200)
     assert job.accused is None
     del job.ranks[5]

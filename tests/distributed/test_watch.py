@@ -209,6 +209,9 @@ def test_a_store_that_goes_ends_the_watch_and_nothing_else() -> None:
         def check(self, keys: list[str]) -> bool:
             raise RuntimeError("connection reset")
 
+        def compare_set(self, key: str, expected: str, value: str) -> str:
+            raise RuntimeError("connection reset")
+
     def body(rank: int, world: int) -> tuple[int, str, bool]:
         groups = DpCpGroups.create(LAYOUT, timeout_s=5)
         root = graph(rank, groups, lambda: None)
