@@ -205,7 +205,8 @@ class Watch:
         """Let the others read the cause before this process ends, if the store may go with it."""
         if self._may_hold_store:
             farewell_s = max(_FAREWELL_SECONDS, 2 * self.interval_s)
-            self._progress.await_confirmations(len(self._global_ranks) - 1, farewell_s)
+            others = len(self._global_ranks) - 1 - len(self._liveness.left)
+            self._progress.await_confirmations(others, farewell_s)
 
     def _end(self, cause: Cause) -> None:
         said = (

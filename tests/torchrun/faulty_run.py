@@ -8,7 +8,6 @@ the last fault meets a disk read that fails once, and ends well. Imported by the
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import signal
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torchdata.nodes import BaseNode
+from planted import Faulty, die, fail_next_read, raise_memory_error
 
 from tdp_megatron.distributed import DpCpGroups, Exchange, restart_store, sum_int64
 from tdp_megatron.nodes import DocumentSample, IndexedRead, Loader, Pack, Reroute, Shard
@@ -52,38 +51,11 @@ def samples(prefix: str) -> DocumentSample:
     return DocumentSample(IndexedRead(prefix, mmap=False), max_seqlen=32, num_epochs=None, seed=3)
 
 
-class Faulty(BaseNode[Any]):
-    """A user's node that passes samples on until ``fault`` has its way."""
-
-    def __init__(self, source: BaseNode[Any], fault: Callable[[], None]) -> None:
-        super().__init__()
-        self.source, self.fault = source, fault
-
-    def reset(self, initial_state: dict[str, Any] | None = None) -> None:
-        super().reset(initial_state)
-        self.source.reset(None if initial_state is None else initial_state["source"])
-
-    def next(self) -> Any:
-        self.fault()
-        return next(self.source)
-
-    def get_state(self) -> dict[str, Any]:
-        return {"source": self.source.state_dict()}
-
-
-def die(*_: Any, **__: Any) -> Any:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 def die_in_exchange(real: Callable[..., Any]) -> Callable[..., Any]:
     def exchange(out: Any, given: Any, *sizes: Any, **options: Any) -> Any:
         return die() if sizes else real(out, given, **options)  # what is gathered from all has no sizes
 
     return exchange
-
-
-def raise_memory_error(*_: Any, **__: Any) -> Any:
-    raise MemoryError("planted")
 
 
 class Run:
@@ -109,7 +81,7 @@ class Run:
     def has_fault(self) -> bool:
         return self.rank == CULPRIT and self.step == self.fault_step
 
-    def fault_in_read(self) -> None:
+    def fault_in_read(self, passed: int) -> None:
         if not self.has_fault():
             return
         if self.fault == "raises in read":
@@ -137,14 +109,7 @@ class Run:
         elif self.fault == "plans diverge":
             self.pack.algorithm = "dp_balanced"
         elif self.fault == "a read fails once":
-            real = os.preadv
-
-            def fail_once(*arguments: Any) -> int:
-                os.preadv = real
-                self.note("retried", {"step": self.step})
-                raise OSError(errno.EIO, "planted")
-
-            os.preadv = fail_once
+            fail_next_read(lambda: self.note("retried", {"step": self.step}))
 
     def note(self, name: str, facts: dict[str, Any]) -> None:
         with (self.folder / f"{name}-{self.rank}.jsonl").open("a") as file:

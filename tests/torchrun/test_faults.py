@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,16 +12,13 @@ import pytest
 
 from tdp_megatron.testing import write_corpus
 
+sys.path.insert(0, str(Path(__file__).parent))
+import faulty_run as run
+from planted import processes_left, run_two_ranks
+
 pytestmark = pytest.mark.torchrun
 
-SCRIPT = Path(__file__).with_name("faulty_run.py")
-specification = importlib.util.spec_from_file_location("faulty_run", SCRIPT)
-assert specification is not None
-assert specification.loader is not None
-run = importlib.util.module_from_spec(specification)
-specification.loader.exec_module(run)
-
-TIMEOUT_S = 900  # about a minute on an idle machine
+SCRIPT = Path(run.__file__)
 
 #: What rank 0, which does nothing wrong, and the culprit say; {k} is the step of the fault, {b} the one before.
 #: None: killed before it can say anything.
@@ -64,22 +58,7 @@ def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("faults")
     rng = np.random.default_rng(2)
     prefix = write_corpus(folder / "d", [rng.integers(0, 99, n) for n in rng.integers(1, 32, 60)])
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["--max-restarts", str(len(run.FAULTS)), str(SCRIPT), prefix, str(folder / "out")]
-    log = folder / "log"
-    with log.open("wb") as file:
-        process = subprocess.Popen(
-            command, stdout=file, stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1"}
-        )
-        try:
-            code = process.wait(TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            code = -1
-        finally:
-            if process.poll() is None:
-                process.terminate()
-                process.wait(60)
-    assert code == 0, log.read_text()[-5000:]
+    run_two_ranks(SCRIPT, len(run.FAULTS), folder / "log", prefix, str(folder / "out"))
     return folder
 
 
@@ -137,6 +116,4 @@ def test_the_read_that_failed_once_was_tried_again(output: Path) -> None:
 def test_no_process_is_left(output: Path) -> None:
     pids = [line["pid"] for path in (output / "out").glob("*/pid-*.jsonl") for line in read_lines(path)]
     assert len(pids) == 2 * (len(run.FAULTS) + 1)
-    for pid in pids:
-        command = Path(f"/proc/{pid}/cmdline")
-        assert not command.exists() or SCRIPT.name.encode() not in command.read_bytes()
+    assert not processes_left(SCRIPT, pids)

@@ -1,12 +1,9 @@
-"""By plan, under a real torchrun: a rank fails and lives on, or is killed; the other says why it ends, and why."""
+"""By plan, under a real torchrun: whatever rank 1 meets, rank 0 ends with that; the restart continues exactly."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,14 +11,35 @@ import pytest
 
 from tdp_megatron.testing import write_corpus
 
+sys.path.insert(0, str(Path(__file__).parent))
+import plan_run as run
+from planted import processes_left, run_two_ranks
+
 pytestmark = pytest.mark.torchrun
 
-SCRIPT = Path(__file__).with_name("plan_run.py")
-specification = importlib.util.spec_from_file_location("plan_run", SCRIPT)
-assert specification is not None
-assert specification.loader is not None
-run = importlib.util.module_from_spec(specification)
-specification.loader.exec_module(run)
+SCRIPT = Path(run.__file__)
+CANNOT = "rank 0 cannot go on without it"
+KILLED = r"rank 1 \(pid {pid} on \S+\) is gone; last seen at step {seen}; it was killed.*; " + CANNOT
+
+#: What rank 0 says: {k} is the step of the fault, {b} the one before; as regular expressions.
+SAID = {
+    "raises in read": "rank 1 failed in step {k}: OSError: disk gone; " + CANNOT,
+    "raises in plan": "rank 1 failed in step {k}: MemoryError: planted; " + CANNOT,
+    "raises in pack": "rank 1 failed in step {k}: MemoryError: planted; " + CANNOT,
+    "killed before the step": KILLED.replace("{seen}", "{b}"),
+    "killed in the step": KILLED.replace("{seen}", "{k}"),
+    "killed after the step": KILLED.replace("{seen}", "{k}"),
+    "ends early": "the data of rank 1 ended after {k} global batches, that of rank 0 has more.*; " + CANNOT,
+    "leaves in the step": r"rank 1 \(pid {pid} on \S+\) left after step {k}, without an uncaught error; rank 0 ends",
+    "plans diverge": r"ExchangeError: the plan .* of step {k} differs between ranks: ranks \[1\] disagree with rank 0",
+    "late": "did not complete within 3 s: rank 1 is missing: it began step {b}, not step {k}",
+    "ends early where plans are compared": (
+        r"ExchangeError: comparing .* of step {k}: the data of ranks \[1\] has ended, ranks \[0\] have more"
+    ),
+}
+#: Of whose step k both parts were made.
+COMPLETE = ("killed after the step",)
+GOT_IT = ("killed in the step", "killed after the step", "leaves in the step")
 
 
 @pytest.fixture(scope="module")
@@ -29,19 +47,7 @@ def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What one torchrun has left whose attempts meet all faults, one after the other."""
     folder = tmp_path_factory.mktemp("plan")
     prefix = write_corpus(folder / "d", [[i] * (3 + i % 7) for i in range(run.STEPS * run.GLOBAL_BATCH_SIZE)])
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["--max-restarts", str(len(run.FAULTS)), str(SCRIPT), prefix, str(folder)]
-    with (folder / "log").open("wb") as file:
-        process = subprocess.Popen(
-            command, stdout=file, stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1"}
-        )
-        try:
-            code = process.wait(600)
-        finally:
-            if process.poll() is None:
-                process.terminate()
-                process.wait(60)
-    assert code == 0, (folder / "log").read_text()[-5000:]
+    run_two_ranks(SCRIPT, len(run.FAULTS), folder / "log", prefix, str(folder))
     return folder
 
 
@@ -50,24 +56,20 @@ def steps_of(output: Path, attempt: int, rank: int) -> list[tuple[int, list[int]
     return [(index, ids) for index, ids in map(json.loads, lines)]
 
 
-def test_a_stuck_rank_says_why_it_ends(output: Path) -> None:
-    said = (output / "log").read_text()
-    cause = f"rank 1 failed in step {run.fault_step(0)}: OSError: disk gone"
-    assert f"{cause}; rank 0 cannot go on without it" in said
-    assert f"{cause}; rank 0 has been waiting in one place for {run.DEADLINE_S:g} s since" in said
-
-
-@pytest.mark.parametrize("attempt", range(1, len(run.FAULTS)))
-def test_a_killed_rank_is_named(output: Path, attempt: int) -> None:
+@pytest.mark.parametrize("fault", run.FAULTS)
+def test_the_other_rank_says_what_happened(output: Path, fault: str) -> None:
+    attempt = run.FAULTS.index(fault)
+    k = run.fault_step(attempt)
     pid = (output / f"pid-{attempt}-1").read_text()
     said = (output / "log").read_text()
-    found = re.search(
-        rf"rank 1 \(pid {pid} on \S+\) is gone; last seen at step (\d+); it was killed.*; rank 0 .*", said
-    )
-    assert found is not None, said
-    assert found[0].endswith("rank 0 cannot go on without it")
-    at = run.fault_step(attempt)
-    assert int(found[1]) == (at - 1 if run.FAULTS[attempt] == "killed before the step" else at)
+    assert (output / f"fault-{attempt}-1").exists()
+    assert re.search(SAID[fault].format(k=k, b=k - 1, pid=pid), said), said
+
+
+def test_a_stuck_rank_says_why_it_ends(output: Path) -> None:
+    cause = f"rank 1 failed in step {run.fault_step(0)}: OSError: disk gone"
+    stuck = f"{cause}; rank 0 has been waiting in one place for {run.DEADLINE_S:g} s since"
+    assert stuck in (output / "log").read_text()
 
 
 def test_every_attempt_continues_exactly(output: Path) -> None:
@@ -85,16 +87,17 @@ def test_every_attempt_continues_exactly(output: Path) -> None:
             assert mine[-1][0] == last == run.STEPS - 1
             continue
         # A step of which one rank's part was never made counts for nothing.
-        got_it = run.FAULTS[attempt] in ("killed in the step", "killed after the step")
-        assert last == (at if got_it else at - 1)
-        complete = at + (run.FAULTS[attempt] == "killed after the step")
+        assert last == (at if run.FAULTS[attempt] in GOT_IT else at - 1)
+        complete = at + (run.FAULTS[attempt] in COMPLETE)
         first = complete // run.SAVE_EVERY * run.SAVE_EVERY
     assert {path.name for path in output.glob("done-*")} == {f"done-{len(run.FAULTS)}-{rank}" for rank in (0, 1)}
 
 
+def test_the_read_that_failed_once_was_tried_again(output: Path) -> None:
+    assert [path.name for path in output.glob("retried-*")] == [f"retried-{len(run.FAULTS)}-1"]
+
+
 def test_no_process_is_left(output: Path) -> None:
-    pids = [path.read_text() for path in output.glob("pid-*")]
+    pids = [int(path.read_text()) for path in output.glob("pid-*")]
     assert len(pids) == 2 * (len(run.FAULTS) + 1)
-    for pid in pids:
-        command = Path(f"/proc/{pid}/cmdline")
-        assert not command.exists() or SCRIPT.name.encode() not in command.read_bytes()
+    assert not processes_left(SCRIPT, pids)
