@@ -136,10 +136,14 @@ class Watch:
             since = standstill.look(self._came, now)
             if self._cause is None:
                 self._look_for_who_left(now - since)
-            # Since a rank that fell silent did, not since that was told, or the others would wait for twice as long.
-            elif now - max(since, self._happened) > self._timeout_s + _GRACE_SECONDS:
+            elif self._has_waited(now, since):
                 self._end(self._cause)
         self._leave()
+
+    def _has_waited(self, now: float, since: float) -> bool:
+        """Whether the threads, which are where they are since then, have waited for a rank that failed long enough."""
+        # From when a rank fell silent, not from when that was told, or the others would wait for twice as long.
+        return now - max(since, self._happened) > self._timeout_s + _GRACE_SECONDS
 
     def _look(self, *, at_once: bool = False) -> None:
         """Read the first cause, after this rank has told what it knows itself."""

@@ -24,7 +24,9 @@ from tdp_megatron.distributed import watch as watch_module
 from tdp_megatron.distributed.beats import Reached, has_left
 from tdp_megatron.distributed.liveness import Liveness
 from tdp_megatron.distributed.process_place import Condition, ProcessPlace
-from tdp_megatron.distributed.progress import Progress
+from tdp_megatron.distributed.progress import Cause, Progress
+from tdp_megatron.distributed.standstill import Standstill
+from tdp_megatron.distributed.watch import Watch
 from tdp_megatron.errors import ExchangeError
 from tdp_megatron.nodes import Loader, Pack, Prefetch, Reroute
 from tdp_megatron.testing import RankFailure, run_ranks
@@ -592,11 +594,44 @@ def test_a_rank_that_was_only_late_is_acquitted_and_accused_again_when_it_dies(
     cause = job.progress[0].read_cause()
     assert cause is not None
     assert "rank 2 (pid 2 on node-c) has given no sign of life for 6" in cause.text
+    assert 60 < cause.silent_s < 70
     assert "; last seen at step 1" in cause.text
     job.run(30)
     assert job.accused is None
     job.run(90, stopped=(2,))
     assert job.accused == 2
+
+
+@pytest.mark.parametrize(
+    ("silent_s", "stands_since", "ends_at"),
+    [
+        (-1, 100.0, 1060.0),  # it told its failure itself
+        (65, 100.0, 995.0),  # it fell silent on another machine 65 s before that was told, at 935: at once
+        (65, 950.0, 1010.0),  # this rank came to wait after that
+        (65, 1020.0, 1080.0),  # and this one still went on
+        (2, 100.0, 1058.0),  # it ended on this machine
+    ],
+)
+def test_who_waits_for_a_failed_rank_ends_a_timeout_after_the_failure(
+    silent_s: int, stands_since: float, ends_at: float, no_job: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The failure is learned of at 1000, with a time-out of 60 s."""
+    monkeypatch.setattr(time, "monotonic", lambda: 1000.0)
+    watch = Watch.__new__(Watch)
+    watch._progress, watch._rank, watch._timeout_s, watch._cause = Progress([0, 1], 0, "group"), 0, 60.0, None
+    watch._learn(Cause(1, 5, "rank 1 is gone", 1 if silent_s < 0 else 2, 0, silent_s))
+    assert watch._has_waited(ends_at + 0.5, stands_since)
+    assert not watch._has_waited(ends_at - 0.5, stands_since)
+
+
+def test_a_process_stands_still_while_its_threads_are_where_they_were() -> None:
+    standstill = Standstill()
+    seen = []
+    for came, now in ((0, 10.0), (0, 15.0), (1, 20.0), (1, 25.0), (1, 3625.0), (1, 3626.0)):
+        seen.append(standstill.look(came, now))
+    # Stopped for an hour, it has stood still for 5 s before and for 1 s since.
+    assert seen == [10.0, 10.0, 20.0, 20.0, 3620.0, 3620.0]
+    assert Standstill().look(0, 1.0) == 1.0
 
 
 def test_the_condition_of_a_process_is_what_it_is() -> None:
