@@ -152,8 +152,9 @@ def test_a_killed_rank_is_named(prefix: str, depth: int) -> None:
 @pytest.mark.parametrize("depth", [0, 3])
 def test_a_rank_whose_data_ends_early_is_named_while_it_lives(prefix: str, depth: int) -> None:
     def body(rank: int, world: int) -> tuple[str, int | None]:
-        run = Run(prefix, rank, "ends early", depth=depth)
-        said = run.walk()
+        run = Run(prefix, rank, "ends early", depth=depth, timeout_s=2.0)  # a beat every 0.25 s
+        said = run.walk(0.4)
+        assert run.made < STEPS  # not at its own end
         dist.barrier()
         watch = run.groups.data._watch
         assert watch is not None
@@ -171,8 +172,9 @@ def test_a_rank_whose_data_ends_early_is_named_while_it_lives(prefix: str, depth
 
 def test_a_rank_whose_data_ends_early_and_that_is_done_is_named(prefix: str) -> None:
     def body(rank: int, world: int) -> str:
-        run = Run(prefix, rank, "ends early")
-        said = run.walk()
+        run = Run(prefix, rank, "ends early", timeout_s=2.0)
+        said = run.walk(0.4)
+        assert run.made < STEPS
         if rank == 1:
             dist.destroy_process_group()
             time.sleep(0.5)
