@@ -40,10 +40,11 @@ class Reached:
         self._num_ends: dict[str, int] = {}
 
     def come(self, pipeline: str, step: int) -> None:
-        """Note that ``step`` is handed out."""
+        """Note that ``step`` is handed out; what decides the order may be unknown, which is the empty name."""
         self.step = step
         self.most = max(self.most, step + 1)
-        self._next[pipeline] = max(self._next.get(pipeline, 0), step + 1)
+        if pipeline:
+            self._next[pipeline] = max(self._next.get(pipeline, 0), step + 1)
 
     def end(self, pipeline: str, step: int) -> int:
         """Note that there is no global batch ``step``; how often the data had ended before."""

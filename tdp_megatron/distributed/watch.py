@@ -194,8 +194,10 @@ class Watch:
             return
         # Another rank's end cuts off the loop's own collectives, which name no rank, before it has been told here.
         deadline = time.monotonic() + _LAST_LOOK_SECONDS
+        is_first = True
         while self._cause is None and self._progress.has_store and time.monotonic() < deadline:
-            self._look(at_once=True)
+            self._look(at_once=is_first)
+            is_first = False
             time.sleep(_LAST_LOOK_SECONDS / 30)
         if self._cause is None:
             who_left = self._liveness.describe_left()

@@ -91,7 +91,7 @@ class Reroute(Node[Step]):
                 "different moments. Load a state as it was saved"
             )
         self.source.reset(None if state is None else state[self.SOURCE_KEY])
-        self._pipeline = _order_of(self.source.state_dict())
+        self._pipeline = "" if self.groups is None else _order_of(self.source)
 
     _source_state_keys = ("source",)
 
@@ -159,7 +159,8 @@ class Reroute(Node[Step]):
         if self.agree_every and step % self.agree_every == 0:
             host.begin_step(step)
             require_equal(host, "", _compared(step))
-        host.note_end(self._pipeline, step, self._name)
+        if self._pipeline:
+            host.note_end(self._pipeline, step, self._name)
 
     def _step(self, batch: GlobalBatch) -> Step:
         if not isinstance(batch, GlobalBatch):
@@ -215,9 +216,13 @@ class Reroute(Node[Step]):
         return sum_int64(_begun(self.groups.data, batch), mine, f"step {batch.index}: counting loss tokens")
 
 
-def _order_of(state: Any) -> str:
-    """Digest of the fingerprints in a state: the same for pipelines of one order."""
+def _order_of(source: BaseNode[Any]) -> str:
+    """Digest of the fingerprints in a state: the same for pipelines of one order; empty for nodes without a state."""
     found: list[Any] = []
+    try:
+        state: Any = source.state_dict()
+    except NotImplementedError:
+        return ""
     while isinstance(state, Mapping):
         found.append(state.get(Node.FINGERPRINT_KEY))
         state = state.get(Node.SOURCE_KEY)

@@ -398,6 +398,28 @@ def test_an_error_that_nobody_catches_is_told_at_the_end_of_its_process() -> Non
     assert results[0] == results[2] == "rank 1 failed in step 2: ValueError: loss is NaN"
 
 
+def test_an_error_on_its_way_past_the_end_of_the_process_group_is_told() -> None:
+    """As of ``try: train() finally: destroy_process_group()``."""
+
+    def body(rank: int, world: int) -> str:
+        groups = DpCpGroups.create(LAYOUT, timeout_s=30)
+        next(steps(groups))
+        dist.barrier()
+        progress = groups.data._progress
+        if rank == 1:
+            dist.destroy_process_group()
+            wait_until(lambda: has_left(progress.read_beat(1) or ""))
+            sys.last_value = ValueError("loss is NaN")
+            background._end_all()
+            os._exit(1)
+        wait_until(lambda: is_accused(groups))
+        cause = progress.read_cause()
+        return "" if cause is None else cause.text
+
+    results = run_ranks(body, 3, timeout_s=40, return_failures=True)
+    assert results[0] == results[2] == "rank 1 failed in step 0: ValueError: loss is NaN"
+
+
 def test_a_rank_whose_collective_is_cut_off_learns_at_its_end_who_was_killed(caplog: pytest.LogCaptureFixture) -> None:
     def body(rank: int, world: int) -> list[str]:
         groups = DpCpGroups.create(LAYOUT, timeout_s=30)

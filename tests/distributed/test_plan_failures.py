@@ -300,3 +300,16 @@ def test_who_walks_again_after_an_error_is_not_taken_for_one_that_ended_early(
         return [count + (num_restarts if rank == 1 else 0), run.groups.data._progress.read_cause()]
 
     assert run_ranks(body, 3, timeout_s=40) == [[STEPS, None]] * 3
+
+
+def test_a_graph_with_a_node_that_has_no_state_ends_as_well(prefix: str) -> None:
+    class Stateless(Ending):
+        def get_state(self) -> dict[str, Any]:
+            raise NotImplementedError
+
+    def body(rank: int, world: int) -> int:
+        groups = DpCpGroups.create(LAYOUT, timeout_s=20)
+        source = Stateless(DocumentSample(IndexedRead(prefix), max_seqlen=8), 0, lambda: None)
+        return sum(1 for _ in Reroute(Pack(source, LAYOUT, global_batch_size=3), groups=groups))
+
+    assert run_ranks(body, 3, timeout_s=40) == [STEPS] * 3
