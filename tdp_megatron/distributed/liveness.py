@@ -55,8 +55,6 @@ class Liveness:
         self._accused: int | None = None
         self._missed: set[int] = set()
         """Ranks that do not make a step which this one has come to."""
-        self.left: dict[int, Left] = {}
-        """Ranks between this one and the next, none of which the others may do without."""
         progress.acquit()  # who is still gone will be found again
 
     def look(self, interval_s: float, *, at_once: bool = False) -> None:
@@ -89,16 +87,10 @@ class Liveness:
             is_missed: whether the others cannot go further than this rank has come.
         """
         most, ends = (self._reached.most, self._reached.ends) if is_missed else (-1, ())
-        self._progress.note_beat(str(Left(most, ends, self._here)))
-
-    def tell_left(self, rank: int, what: str) -> None:
-        """Tell that the others cannot do without a rank that has left."""
-        text = f"{self.left[rank].describe(rank)}; {what}"
-        self._progress.accuse(rank, self._reached.step, text, teller=_missing(rank), silent_s=self._timeout_s)
-
-    def describe_left(self) -> str:
-        """Who has left, as far as this rank has looked."""
-        return "; ".join(left.describe(rank) for rank, left in self.left.items())
+        note = str(Left(most, ends, self._here))
+        self._progress.note_beat(note)
+        if is_missed:
+            self._progress.note_left(note)
 
     def _look_at_beat(self, now: float, beat_s: float) -> None:
         passed, self._looked = now - self._looked, now
@@ -120,7 +112,6 @@ class Liveness:
 
     def _find_next(self) -> tuple[int, Beat] | None:
         """The next rank that has not left; None where it has not begun yet, or there is none."""
-        self.left = {}
         for distance in range(1, self._num_ranks):
             rank = (self._rank + distance) % self._num_ranks
             note = self._progress.read_beat(rank)
@@ -128,10 +119,7 @@ class Liveness:
                 return None
             if not has_left(note):
                 return rank, Beat.parse(note)
-            left = Left.parse(note)
-            if left.most >= 0:
-                self.left[rank] = left
-            self._compare(rank, left)
+            self._compare(rank, Left.parse(note))
         return None
 
     def _compare(self, rank: int, note: Beat | Left) -> None:

@@ -135,6 +135,18 @@ class Progress:
         """Note that this rank lives, or has left."""
         self._set(f"beat/{self._rank}", note)
 
+    def note_left(self, note: str) -> None:
+        """Note that this rank has left; the first one is remembered, for ranks that do not look after it."""
+        self._compare_set("first_left", "", f"{self._rank} {note}")
+
+    def read_left(self) -> tuple[int, str] | None:
+        """The first rank that has left, and its note."""
+        first = self._get("first_left")
+        if not first:
+            return None
+        rank, note = first.split(" ", 1)
+        return int(rank), note
+
     def read_beat(self, rank: int) -> str | None:
         """What the rank has noted last; None where it has not begun."""
         note = self._get(f"beat/{rank}", is_there=rank in self._beating)

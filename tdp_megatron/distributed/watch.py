@@ -17,7 +17,7 @@ from contextlib import suppress
 import torch.distributed as dist
 
 from tdp_megatron.background import BackgroundThread, error_at_exit
-from tdp_megatron.distributed.beats import Reached
+from tdp_megatron.distributed.beats import Left, Reached
 from tdp_megatron.distributed.liveness import Liveness
 from tdp_megatron.distributed.ordered_group import default_store
 from tdp_megatron.distributed.progress import Cause, Progress
@@ -158,14 +158,15 @@ class Watch:
 
     def _look_for_who_left(self, still_s: float) -> None:
         """Tell when this rank waits in a collective for one that has left; which may be no mistake elsewhere."""
-        left = self._liveness.left
-        if not left or still_s <= self._timeout_s + _GRACE_SECONDS:
+        if still_s <= self._timeout_s + _GRACE_SECONDS:
             return
-        waiting = collective_in_progress()
-        awaited = () if waiting is None else [rank for rank in left if self._global_ranks[rank] in waiting[1]]
-        if waiting is not None and awaited:
-            what = f"rank {self._rank} has been waiting for it in {waiting[0]} for {still_s:.0f} s"
-            self._liveness.tell_left(awaited[0], what)
+        waiting, first = collective_in_progress(), self._progress.read_left()
+        if waiting is None or first is None or self._global_ranks[first[0]] not in waiting[1]:
+            return
+        rank, note = first
+        what = f"rank {self._rank} has been waiting for it in {waiting[0]} for {still_s:.0f} s"
+        text = f"{Left.parse(note).describe(rank)}; {what}"
+        self._progress.accuse(rank, self._reached.step, text, teller=f"left {rank}", silent_s=still_s)
 
     def _await_end(self) -> None:
         """The process groups are gone; note that at once, as nothing may follow, and wait for the error behind it."""
@@ -200,18 +201,21 @@ class Watch:
             is_first = False
             time.sleep(_LAST_LOOK_SECONDS / 30)
         if self._cause is None:
-            who_left = self._liveness.describe_left()
-            if who_left:
-                logger.error("%s; rank %d ends after that", who_left, self._rank)
             said = f"{type(error).__name__}: {error}"
-            self._progress.tell_cause(self._reached.step, f"{said}; {who_left}" if who_left else said)
+            first = self._progress.read_left()
+            if first is not None:  # perhaps the reason; its end cuts off collectives, too
+                rank, note = first
+                who_left = Left.parse(note).describe(rank)
+                logger.error("%s; rank %d ends after that", who_left, self._rank)
+                said = f"{said}; {who_left}"
+            self._progress.tell_cause(self._reached.step, said)
         self.say_farewell()
 
     def say_farewell(self) -> None:
         """Let the others read the cause before this process ends, if the store may go with it."""
         if self._may_hold_store:
             farewell_s = max(_FAREWELL_SECONDS, 2 * self.interval_s)
-            others = len(self._global_ranks) - 1 - len(self._liveness.left)
+            others = len(self._global_ranks) - 1 - (self._progress.read_left() is not None)
             self._progress.await_confirmations(others, farewell_s)
 
     def _end(self, cause: Cause) -> None:
