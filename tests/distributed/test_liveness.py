@@ -93,6 +93,11 @@ def wait_until(condition: Callable[[], bool]) -> bool:
     return condition()
 
 
+def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What this package has logged; torch's own come from another thread, at any moment."""
+    return [record.getMessage() for record in caplog.records if record.name.startswith("tdp_megatron")]
+
+
 def assert_killed(results: list[Any], culprit: int, where: str, what: str = f"is gone; {{where}}; {KILLED}") -> None:
     """The culprit died, and the others say so, with its process and its step."""
     assert isinstance(results[culprit], RankFailure)
@@ -250,7 +255,7 @@ def test_who_leaves_of_its_own_accord_is_not_missed(how: str, caplog: pytest.Log
             del groups, mine
             leave(how, held)
         time.sleep(3.0)
-        told = [record.getMessage() for record in caplog.records]
+        told = messages(caplog)
         further = [next(mine).index for _ in range(3)] if how in ("close", "drop") else []
         time.sleep(0.5)
         return [further, is_accused(groups), told]
@@ -325,7 +330,7 @@ def test_a_collective_cut_off_by_a_rank_that_left_names_it(caplog: pytest.LogCap
         except RuntimeError as error:
             sys.last_value = error
             background._end_all()
-        return [record.getMessage() for record in caplog.records]
+        return messages(caplog)
 
     results = run_ranks(body, 3, timeout_s=40, return_failures=True)
     for rank in (0, 2):
@@ -436,11 +441,11 @@ def test_a_rank_whose_collective_is_cut_off_learns_at_its_end_who_was_killed(cap
         except RuntimeError as error:
             sys.last_value = error
             background._end_all()
-        return [record.getMessage() for record in caplog.records]
+        return messages(caplog)
 
     results = run_ranks(body, 3, timeout_s=40, return_failures=True)
     for rank in (0, 2):
-        said = results[rank][-1]  # after torch's own
+        said = results[rank][-1]
         assert said.startswith("rank 1 (pid ")
         assert said.endswith(f"is gone; last seen at step 0; {KILLED}; rank {rank} cannot go on without it")
 
