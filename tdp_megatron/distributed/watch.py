@@ -152,15 +152,14 @@ class Watch:
         cause = self._progress.read_cause()
         if self._progress.has_store:
             # It has raised its own failure already; and whoever is taken for dead and reads this is not.
-            is_own = cause is not None and cause.rank == self._rank
-            is_own = is_own and cause is not None and (cause.told_by == self._rank or cause.silent_s >= 0)
-            self._learn(None if is_own else cause)
+            if cause is not None and cause.rank == self._rank:
+                cause = None if cause.told_by == self._rank or cause.silent_s >= 0 else cause
+            self._learn(cause)
 
     def _look_for_who_left(self, still_s: float) -> None:
         """Tell when this rank waits in a collective for one that has left; which may be no mistake elsewhere."""
-        if still_s <= self._timeout_s + _GRACE_SECONDS:
-            return
-        waiting, first = collective_in_progress(), self._progress.read_left()
+        waiting = collective_in_progress() if still_s > self._timeout_s + _GRACE_SECONDS else None
+        first = None if waiting is None else self._progress.read_left()
         if waiting is None or first is None or self._global_ranks[first[0]] not in waiting[1]:
             return
         rank, note = first
