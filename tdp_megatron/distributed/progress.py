@@ -140,12 +140,9 @@ class Progress:
         self._compare_set("first_left", "", f"{self._rank} {note}")
 
     def read_left(self) -> tuple[int, str] | None:
-        """The first rank that has left, and its note."""
-        first = self._get("first_left")
-        if not first:
-            return None
-        rank, note = first.split(" ", 1)
-        return int(rank), note
+        """The first rank that has left, and its note; None where there is none, or it is this one."""
+        rank, _, note = (self._get("first_left") or "").partition(" ")
+        return None if not note or int(rank) == self._rank else (int(rank), note)
 
     def read_beat(self, rank: int) -> str | None:
         """What the rank has noted last; None where it has not begun."""
