@@ -20,10 +20,36 @@ struct Input {
     Problem problem;
 };
 
+Cost to_cost(const std::vector<double>& cost) {
+    if (cost.size() != 10) throw std::invalid_argument("cost must have 10 numbers");
+    return {cost[0], cost[1], cost[2], static_cast<int64_t>(cost[3]), static_cast<int64_t>(cost[4]),
+            cost[5], cost[6], cost[7], cost[8], cost[9]};
+}
+
+schedule::Mode to_mode(const std::string& name) {
+    if (name == "free") return schedule::Mode::kFree;
+    if (name == "lockstep") return schedule::Mode::kLockstep;
+    if (name == "barrier") return schedule::Mode::kBarrier;
+    if (name == "pipeline") return schedule::Mode::kPipeline;
+    throw std::invalid_argument("mode must be free, lockstep, barrier or pipeline");
+}
+
+// Number of ops, all of which must lie inside the ranks.
+int64_t check_ranks(const Array<int64_t>& first_rank, const Array<int64_t>& cp_size, int64_t num_ranks) {
+    const int64_t count = size_1d(first_rank, "first_rank");
+    require_size(cp_size, "cp_size", count);
+    if (num_ranks < 1) throw std::invalid_argument("num_ranks must be at least 1");
+    for (int64_t op = 0; op < count; ++op) {
+        const int64_t first = first_rank.data()[op], k = cp_size.data()[op];
+        if (first < 0 || k < 1 || first > num_ranks - k)
+            throw std::invalid_argument("op " + std::to_string(op) + " lies outside the ranks");
+    }
+    return count;
+}
+
 Input make_input(const Array<int64_t>& seqlens, const std::vector<int64_t>& cp_sizes, int64_t num_ranks,
                  int64_t token_limit, int64_t tail, int64_t max_sequences, int64_t microbatches_multiple,
                  const std::vector<double>& cost) {
-    if (cost.size() != 10) throw std::invalid_argument("cost must have 10 numbers");
     if (cp_sizes.empty() || num_ranks < 1 || token_limit < 1 || tail < 1 || max_sequences < 1 ||
         microbatches_multiple < 1)
         throw std::invalid_argument("layout and limits must be at least 1");
@@ -43,8 +69,7 @@ Input make_input(const Array<int64_t>& seqlens, const std::vector<int64_t>& cp_s
     }
     Problem problem{seqlens.data(), static_cast<size_t>(n), cp_sizes, num_ranks, token_limit, tail, max_sequences,
                     microbatches_multiple,
-                    Cost{cost[0], cost[1], cost[2], static_cast<int64_t>(cost[3]), static_cast<int64_t>(cost[4]),
-                         cost[5], cost[6], cost[7], cost[8], cost[9]}};
+                    to_cost(cost)};
     return {seqlens, std::move(problem)};
 }
 
@@ -177,20 +202,38 @@ void register_schedule(py::module_& m) {
         "schedule_free_step",
         [](const Array<int64_t>& first_rank, const Array<int64_t>& cp_size, const Array<double>& seconds,
            int64_t num_ranks) {
-            const int64_t count = size_1d(first_rank, "first_rank");
-            require_size(cp_size, "cp_size", count);
+            const int64_t count = check_ranks(first_rank, cp_size, num_ranks);
             require_size(seconds, "seconds", count);
-            for (int64_t op = 0; op < count; ++op) {
-                const int64_t first = first_rank.data()[op], k = cp_size.data()[op];
-                if (first < 0 || k < 1 || first > num_ranks - k)
-                    throw std::invalid_argument("op " + std::to_string(op) + " lies outside the ranks");
-            }
             py::gil_scoped_release release;
             return schedule::free_step(first_rank.data(), cp_size.data(), seconds.data(), static_cast<size_t>(count),
                                        num_ranks);
         },
         py::arg("first_rank").noconvert(), py::arg("cp_size").noconvert(), py::arg("seconds").noconvert(),
         py::arg("num_ranks"), "Seconds from the first start to the last end when ranks run free.");
+    m.def(
+        "schedule_step",
+        [](const Array<int64_t>& first_rank, const Array<int64_t>& cp_size, const Array<int64_t>& offsets,
+           const Array<int64_t>& padded_lengths, const Array<int64_t>& tokens_per_rank, const Array<int64_t>& group,
+           int64_t num_ranks, const std::vector<double>& cost, const std::string& mode, double stages_before) {
+            const int64_t count = check_ranks(first_rank, cp_size, num_ranks);
+            const int64_t n = size_1d(padded_lengths, "padded_lengths");
+            require_size(offsets, "offsets", count + 1);
+            require_size(tokens_per_rank, "tokens_per_rank", count);
+            require_size(group, "group", count);
+            const int64_t* at = offsets.data();
+            if (at[0] != 0 || at[count] != n || !std::is_sorted(at, at + count + 1))
+                throw std::invalid_argument("offsets must rise from 0 to the number of padded_lengths");
+            const schedule::PlanOps ops{static_cast<size_t>(count), num_ranks, first_rank.data(), cp_size.data(), at,
+                                        padded_lengths.data(), tokens_per_rank.data(), group.data()};
+            const Cost known = to_cost(cost);
+            const schedule::Mode how = to_mode(mode);
+            py::gil_scoped_release release;
+            return schedule::plan_step(ops, known, how, stages_before);
+        },
+        py::arg("first_rank").noconvert(), py::arg("cp_size").noconvert(), py::arg("offsets").noconvert(),
+        py::arg("padded_lengths").noconvert(), py::arg("tokens_per_rank").noconvert(), py::arg("group").noconvert(),
+        py::arg("num_ranks"), py::arg("cost"), py::arg("mode"), py::arg("stages_before"),
+        "Seconds of the step of a plan; -1 where ranks in lockstep do not meet.");
 }
 
 }  // namespace tdp

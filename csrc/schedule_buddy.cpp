@@ -75,7 +75,7 @@ class Buddy {
                 ops.ids.push_back(scratch_.ids[static_cast<std::size_t>(i)]);
             }
             ops.add(static_cast<std::int64_t>(first), level.k);
-            load += scratch_.seconds(tokens, squares, level.k);
+            load += scratch_.seconds(tokens, squares, level);
         }
         std::fill_n(loads.begin() + static_cast<std::ptrdiff_t>(first), level.k, load);
     }

@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "schedule_columns.h"
+#include "schedule_halving.h"
 
 namespace tdp::schedule {
 namespace {
@@ -19,7 +20,7 @@ ColumnEstimates::ColumnEstimates(const Scratch& scratch, double bubbles)
       alone_(scratch) {
     const Cost& cost = scratch.problem.cost;
     overhead_ = cost.c0 + cost.a * static_cast<double>(scratch.problem.tail) / 2.0;
-    empty_ = scratch.seconds(0, 0.0, width_);
+    empty_ = scratch.seconds(0, 0.0, scratch.levels[0]);
     const std::size_t n = scratch.lengths.size();
     work_from_.assign(n + 1, 0.0);
     tokens_from_.assign(n + 1, 0);
@@ -69,10 +70,7 @@ void ColumnEstimates::estimate_apart(Estimate& best) {
         low = high;
         high = 2.0 * high;
     }
-    for (int halving = 0; halving < kHalvings; ++halving) {
-        const double middle = (low + high) / 2.0;
-        (room(spare_, count, middle) >= work ? high : low) = middle;
-    }
+    high = halve(low, high, work, kHalvings, [&](double middle) { return room(spare_, count, middle); });
     if (high >= best.step) return;
     best.step = high;
     std::swap(best.loads, spare_);
@@ -110,48 +108,67 @@ double ColumnEstimates::least(const Tall& tall, std::int64_t count) const {
     return mean + bubbles_ * mean / static_cast<double>(count);
 }
 
-std::shared_ptr<const Tall> ColumnEstimates::make_tall(double limit, double tall_from) {
-    auto tall = std::make_shared<Tall>();
-    const Level& smallest = scratch_.levels[0];
+// How many sequences take longer alone on the fewest ranks.
+std::size_t ColumnEstimates::first_within(double seconds) const {
     std::size_t low = 0, high = scratch_.lengths.size();
     while (low < high) {
         const std::size_t middle = (low + high) / 2;
-        if (scratch_.alone(smallest, middle) > tall_from) {
+        if (scratch_.alone(scratch_.levels[0], middle) > seconds) {
             low = middle + 1;
         } else {
             high = middle;
         }
     }
-    tall->first_rest = low;
-    tall->op_of.resize(low);
-    tall->ops.reserve(low);
-    chosen_.clear();
-    while (numbers_.size() < low) numbers_.push_back(static_cast<std::int32_t>(numbers_.size()));
-    for (std::size_t i = 0; i < low; ++i) {
-        chosen_.push_back(static_cast<std::uint8_t>(alone_.choose_level(i, limit)));
+    return low;
+}
+
+const WideOps& ColumnEstimates::wide_under(double limit) {
+    const auto [found, is_new] = wide_.try_emplace(limit);
+    WideOps& wide = found->second;
+    if (!is_new) return wide;
+    const std::size_t count = first_within(limit);
+    Numbers numbers(count), order, place;
+    for (std::size_t i = 0; i < count; ++i) {
+        numbers[i] = static_cast<std::int32_t>(i);
+        wide.chosen.push_back(static_cast<std::uint8_t>(alone_.choose_level(i, limit)));
     }
-    wide_ops(scratch_, numbers_, chosen_, limit, unsorted_, tall->op_of);
-    order_.clear();
-    for (std::size_t op = 0; op < unsorted_.size(); ++op) order_.push_back(static_cast<std::int32_t>(op));
-    std::stable_sort(order_.begin(), order_.end(), [&](std::int32_t x, std::int32_t y) {
-        const GrowingOp& one = unsorted_[static_cast<std::size_t>(x)];
-        const GrowingOp& other = unsorted_[static_cast<std::size_t>(y)];
+    wide.op_of.resize(count);
+    GrowingOps unsorted;
+    wide_ops(scratch_, numbers, wide.chosen, limit, unsorted, wide.op_of);
+    for (std::size_t op = 0; op < unsorted.size(); ++op) order.push_back(static_cast<std::int32_t>(op));
+    std::stable_sort(order.begin(), order.end(), [&](std::int32_t x, std::int32_t y) {
+        const GrowingOp& one = unsorted[static_cast<std::size_t>(x)];
+        const GrowingOp& other = unsorted[static_cast<std::size_t>(y)];
         return one.level != other.level ? one.level > other.level : one.seconds > other.seconds;
     });
-    place_.resize(unsorted_.size());
-    for (std::size_t at = 0; at < order_.size(); ++at) {
-        const GrowingOp& op = unsorted_[static_cast<std::size_t>(order_[at])];
-        tall->ops.push_back({op.seconds, op.level});
-        place_[static_cast<std::size_t>(order_[at])] = static_cast<std::int32_t>(at);
+    place.resize(unsorted.size());
+    for (std::size_t at = 0; at < order.size(); ++at) {
+        const GrowingOp& op = unsorted[static_cast<std::size_t>(order[at])];
+        wide.ops.push_back({op.seconds, op.level});
+        place[static_cast<std::size_t>(order[at])] = static_cast<std::int32_t>(at);
     }
-    unsorted_.clear();
-    for (std::size_t i = 0; i < low; ++i) {
-        if (chosen_[i] == 0) {
-            tall->op_of[i] = static_cast<std::int32_t>(tall->ops.size());
-            tall->ops.push_back({alone_.seconds(i, 0), 0});
-        } else {
-            tall->op_of[i] = place_[static_cast<std::size_t>(tall->op_of[i])];
-        }
+    for (std::size_t i = 0; i < count; ++i) {
+        if (wide.chosen[i] != 0) wide.op_of[i] = place[static_cast<std::size_t>(wide.op_of[i])];
+    }
+    return wide;
+}
+
+std::shared_ptr<const Tall> ColumnEstimates::make_tall(double limit, double tall_from) {
+    const WideOps& wide = wide_under(limit);
+    auto tall = std::make_shared<Tall>();
+    const std::size_t count = first_within(tall_from);  // tall_from is at most limit
+    tall->first_rest = count;
+    tall->ops.reserve(wide.ops.size() + count);
+    tall->ops = wide.ops;
+    tall->op_of = wide.op_of;
+    tall->op_of.resize(count);
+    while (narrow_alone_.size() < count) {
+        narrow_alone_.push_back(scratch_.alone(scratch_.levels[0], narrow_alone_.size()));
+    }
+    for (std::size_t i = 0; i < count; ++i) {
+        if (i < wide.chosen.size() && wide.chosen[i] != 0) continue;
+        tall->op_of[i] = static_cast<std::int32_t>(tall->ops.size());
+        tall->ops.push_back({narrow_alone_[i], 0});
     }
     return tall;
 }

@@ -2,6 +2,7 @@
 // tdp_megatron/schedule.
 #pragma once
 
+#include <map>
 #include <memory>
 
 #include "schedule_waves.h"
@@ -34,6 +35,13 @@ struct Tall {
     std::size_t first_rest = 0;
 };
 
+// Of sequences that would take too long on the fewest ranks, those before which all do: ops on more ranks.
+struct WideOps {
+    std::vector<TallOp> ops;            // by falling CP size, then time
+    std::vector<std::uint8_t> chosen;   // level of each sequence
+    std::vector<std::int32_t> op_of;    // of each sequence on more ranks
+};
+
 struct Estimate {
     double step;
     std::int64_t count;
@@ -49,12 +57,14 @@ class ColumnEstimates {
     void estimate_apart(Estimate& best);
 
    protected:
-    double work(std::size_t i) const { return scratch_.work(i) / static_cast<double>(width_); }
+    double work(std::size_t i) const { return scratch_.works[i] / static_cast<double>(width_); }
     double value(const Column& column) const { return column.seconds + bubbles_ * column.longest; }
     std::int64_t left(const Column& column, std::int64_t count) const { return count - column.used; }
     void estimate_together(Estimate& best);
     double least(const Tall& tall, std::int64_t count) const;
     std::shared_ptr<const Tall> make_tall(double limit, double tall_from);
+    const WideOps& wide_under(double limit);
+    std::size_t first_within(double seconds) const;
     std::size_t columns_of(const TallOp& op) const;
     void put(Loads& loads, std::size_t first, const TallOp& op, std::size_t size) const;
     bool apart(const std::vector<TallOp>& ops, std::int64_t count, Loads& loads);
@@ -78,9 +88,8 @@ class ColumnEstimates {
    private:
     // Kept from one use to the next.
     Loads spare_;
-    Numbers numbers_, order_, place_;
-    std::vector<std::uint8_t> chosen_;
-    GrowingOps unsorted_;
+    std::map<double, WideOps> wide_;    // by time limit
+    std::vector<double> narrow_alone_;  // on the fewest ranks, of the longest sequences
 };
 
 }  // namespace tdp::schedule

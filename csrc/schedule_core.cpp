@@ -12,7 +12,8 @@ constexpr std::int64_t kLengthClasses = 4096;
 
 }  // namespace
 
-Scratch::Scratch(const Problem& p) : problem(p), ids(p.count), lengths(p.count), padded(p.count), squares(p.count) {
+Scratch::Scratch(const Problem& p)
+    : problem(p), ids(p.count), lengths(p.count), padded(p.count), squares(p.count), works(p.count) {
     std::vector<RadixOrder::Entry> order(p.count);
     for (std::size_t i = 0; i < p.count; ++i) {
         order[i] = {~static_cast<std::uint64_t>(p.seqlens[i]), static_cast<std::int64_t>(i)};
@@ -25,6 +26,7 @@ Scratch::Scratch(const Problem& p) : problem(p), ids(p.count), lengths(p.count),
         lengths[i] = p.seqlens[order[i].number];
         padded[i] = levels[0].padded(lengths[i]);
         squares[i] = p.cost.squares(padded[i]);
+        works[i] = p.cost.a * static_cast<double>(padded[i]) + p.cost.b * squares[i];
     }
     const std::int64_t longest = p.count == 0 ? 0 : lengths[0];
     while (longest >> shift_ >= kLengthClasses) ++shift_;
@@ -59,13 +61,22 @@ std::vector<double> Scratch::times_of_longest() const {
     return times;
 }
 
-std::int64_t Scratch::room(const Level& level, std::int64_t tokens, double squares, double limit) const {
-    const Cost& cost = problem.cost;
+RoomUnder::RoomUnder(const Problem& problem, const Level& level, double limit) : cost_(problem.cost), level_(level) {
     const double k = static_cast<double>(level.k);
+    slack_ = (limit - cost_.c0) * k;
+    if (level.k > 1 && cost_.layers != 0) {
+        const double steps = 3.0 * static_cast<double>(cost_.layers) * (k - 1.0);
+        const double per_token = cost_.a + steps * cost_.kv_bytes / cost_.link(level.k);
+        if (per_token > 0.0) most_ = (limit - cost_.c0 - steps * cost_.latency) / per_token * k;
+    }
+}
+
+std::int64_t RoomUnder::left(std::int64_t tokens, double squares) const {
+    const Cost& cost = cost_;
     const double held = static_cast<double>(tokens);
-    const double slack = (limit - cost.c0) * k - cost.a * held - cost.b * squares;
+    const double slack = slack_ - cost.a * held - cost.b * squares;
     if (slack < 0.0) return -1;
-    double longest = static_cast<double>(level.token_cap - tokens);
+    double longest = static_cast<double>(level_.token_cap - tokens);
     if (cost.b > 0.0) {
         double by_attention = (std::sqrt(cost.a * cost.a + 4.0 * cost.b * slack) - cost.a) / (2.0 * cost.b);
         const double reach = 2.0 * static_cast<double>(cost.window);
@@ -76,19 +87,11 @@ std::int64_t Scratch::room(const Level& level, std::int64_t tokens, double squar
     } else if (cost.a > 0.0) {
         longest = std::min(longest, slack / cost.a);
     }
-    if (level.k > 1 && cost.layers != 0) {
-        const double steps = 3.0 * static_cast<double>(cost.layers) * (k - 1.0);
-        const double per_token = cost.a + steps * cost.kv_bytes / cost.link(level.k);
-        if (per_token > 0.0) {
-            const double most = (limit - cost.c0 - steps * cost.latency) / per_token;
-            longest = std::min(longest, most * k - held);
-        }
-    }
+    if (most_ < kInfinity) longest = std::min(longest, most_ - held);
     const std::int64_t total = tokens + static_cast<std::int64_t>(std::max(longest, -1.0));
     if (total < 0) return -1;
-    const std::int64_t unit = level.k * problem.tail;
-    const std::int64_t whole = total / unit * unit - tokens;
-    return whole >= 0 ? whole / level.pad_multiple * level.pad_multiple : -1;
+    const std::int64_t whole = level_.unit.down(total) * level_.unit.by() - tokens;
+    return whole >= 0 ? level_.pad.down(whole) * level_.pad_multiple : -1;
 }
 
 void RoomList::close_hole() {
@@ -142,20 +145,6 @@ std::int64_t best_fit_packs(const std::vector<std::int64_t>& members, const std:
         if (++sizes[static_cast<std::size_t>(number)] < max_sequences) open.insert(room - length, number);
     }
     return static_cast<std::int64_t>(sizes.size());
-}
-
-double free_step(const std::int64_t* first_rank, const std::int64_t* cp_size, const double* seconds, std::size_t count,
-                 std::int64_t num_ranks) {
-    std::vector<double> ready(static_cast<std::size_t>(num_ranks), 0.0);
-    double step = 0.0;
-    for (std::size_t op = 0; op < count; ++op) {
-        const auto begin = ready.begin() + first_rank[op];
-        const auto end = begin + cp_size[op];
-        const double finish = *std::max_element(begin, end) + seconds[op];
-        std::fill(begin, end, finish);
-        step = std::max(step, finish);
-    }
-    return step;
 }
 
 }  // namespace tdp::schedule

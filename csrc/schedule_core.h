@@ -15,14 +15,14 @@ namespace tdp::schedule {
 
 inline constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
-// Division of non-negative numbers rounding up; 32-bit division is several times faster where it suffices.
-inline std::int64_t divide_up(std::int64_t value, std::int64_t by) {
-    const std::int64_t top = value + by - 1;
-    if (static_cast<std::uint64_t>(top | by) >> 32 == 0) {
-        return static_cast<std::int64_t>(static_cast<std::uint32_t>(top) / static_cast<std::uint32_t>(by));
+// Division of non-negative numbers; 32-bit division is several times faster where it suffices.
+inline std::int64_t divide_down(std::int64_t value, std::int64_t by) {
+    if (static_cast<std::uint64_t>(value | by) >> 32 == 0) {
+        return static_cast<std::int64_t>(static_cast<std::uint32_t>(value) / static_cast<std::uint32_t>(by));
     }
-    return top / by;
+    return value / by;
 }
+inline std::int64_t divide_up(std::int64_t value, std::int64_t by) { return divide_down(value + by - 1, by); }
 
 struct Cost {
     double a, b, c0;
@@ -42,15 +42,52 @@ struct Cost {
         const double moved = static_cast<double>(tokens) * kv_bytes / link(k);
         return 3.0 * static_cast<double>(layers) * (static_cast<double>(k) - 1.0) * (latency + moved);
     }
+    // Of a microbatch of `tokens` per rank, tail included; `share` is 1 / k where that is exact, or else 0.
+    double seconds(std::int64_t tokens, double squares, std::int64_t k, double share = 0.0) const {
+        double attention = share != 0.0 ? b * squares * share : b * squares / static_cast<double>(k);
+        if (k > 1 && layers != 0) {
+            const double exchange = comm(k, tokens);
+            if (exchange > attention) attention = exchange;
+        }
+        return c0 + a * static_cast<double>(tokens) + attention;
+    }
+};
+
+// What non-negative numbers are divided by again and again; most often a power of two.
+class Divisor {
+   public:
+    explicit Divisor(std::int64_t by) : by_(by) {
+        while (std::int64_t{1} << shift_ < by) ++shift_;
+        is_power_ = std::int64_t{1} << shift_ == by;
+    }
+    std::int64_t up(std::int64_t value) const {
+        return is_power_ ? (value + by_ - 1) >> shift_ : divide_up(value, by_);
+    }
+    std::int64_t down(std::int64_t value) const { return is_power_ ? value >> shift_ : divide_down(value, by_); }
+    std::int64_t by() const { return by_; }
+    bool is_power() const { return is_power_; }
+
+   private:
+    std::int64_t by_;
+    int shift_ = 0;
+    bool is_power_;
 };
 
 // One CP size.
 struct Level {
-    std::int64_t k, pad_multiple, token_cap;
+    Level(std::int64_t ranks, std::int64_t token_limit, std::int64_t tail)
+        : k(ranks),
+          pad_multiple(k > 1 ? 2 * k : 1),
+          token_cap(token_limit * k / pad_multiple * pad_multiple),
+          pad(pad_multiple),
+          unit(k * tail),
+          share(Divisor(k).is_power() ? 1.0 / static_cast<double>(k) : 0.0) {}
 
-    std::int64_t padded(std::int64_t length) const {
-        return pad_multiple == 1 ? length : divide_up(length, pad_multiple) * pad_multiple;
-    }
+    std::int64_t k, pad_multiple, token_cap;
+    Divisor pad, unit;  // unit: tokens of a tail multiple on all ranks
+    double share;       // 1 / k where that is exact, or else 0
+
+    std::int64_t padded(std::int64_t length) const { return pad.up(length) * pad_multiple; }
 };
 
 struct Problem {
@@ -60,24 +97,14 @@ struct Problem {
     std::int64_t num_ranks, token_limit, tail, max_sequences, microbatches_multiple;
     Cost cost;
 
-    Level level(std::int64_t k) const {
-        const std::int64_t pad = k > 1 ? 2 * k : 1;
-        return {k, pad, token_limit * k / pad * pad};
-    }
+    Level level(std::int64_t k) const { return {k, token_limit, tail}; }
 };
 
-// Seconds of an op of `tokens` padded tokens on k ranks.
-inline double op_seconds(const Problem& problem, std::int64_t tokens, double squares, std::int64_t k) {
-    const Cost& cost = problem.cost;
-    std::int64_t tails = divide_up(tokens, k * problem.tail);
+// Seconds of an op of `tokens` padded tokens.
+inline double op_seconds(const Problem& problem, std::int64_t tokens, double squares, const Level& level) {
+    std::int64_t tails = level.unit.up(tokens);
     if (tails < 1) tails = 1;
-    const std::int64_t per_rank = tails * problem.tail;
-    double attention = cost.b * squares / static_cast<double>(k);
-    if (k > 1 && cost.layers != 0) {
-        const double comm = cost.comm(k, per_rank);
-        if (comm > attention) attention = comm;
-    }
-    return cost.c0 + cost.a * static_cast<double>(per_rank) + attention;
+    return problem.cost.seconds(tails * problem.tail, squares, level.k, level.share);
 }
 
 // Ops in executable order; op j holds ids[offsets[j]] to ids[offsets[j + 1]].
@@ -104,6 +131,20 @@ struct Ops {
     }
 };
 
+// The longest sequence, tokens, that an op on `level` can still take in `limit` seconds; -1 for none. See Scratch.room of
+// tdp_megatron/schedule/dynamic.py.
+class RoomUnder {
+   public:
+    RoomUnder(const Problem& problem, const Level& level, double limit);
+
+    std::int64_t left(std::int64_t tokens, double squares) const;
+
+   private:
+    const Cost& cost_;
+    const Level& level_;
+    double slack_, most_ = kInfinity;  // rank-seconds; padded tokens that K and V can be exchanged of
+};
+
 // The sequences in order of falling length, ties by id, seen on every allowed CP size.
 class Scratch {
    public:
@@ -112,16 +153,12 @@ class Scratch {
     const Problem& problem;
     std::vector<std::int64_t> ids, lengths;
     std::vector<Level> levels;
-    // On the smallest level.
+    // On the smallest level; works are rank-seconds without c0, communication and tail.
     std::vector<std::int64_t> padded;
-    std::vector<double> squares;
+    std::vector<double> squares, works;
 
-    double seconds(std::int64_t tokens, double squares, std::int64_t k) const {
-        return op_seconds(problem, tokens, squares, k);
-    }
-    // Rank-seconds of a sequence on the smallest level, without c0, communication and tail.
-    double work(std::size_t i) const {
-        return problem.cost.a * static_cast<double>(padded[i]) + problem.cost.b * squares[i];
+    double seconds(std::int64_t tokens, double squares, const Level& level) const {
+        return op_seconds(problem, tokens, squares, level);
     }
     // Distinct times of the longest sequence alone, falling.
     std::vector<double> times_of_longest() const;
@@ -129,7 +166,7 @@ class Scratch {
     double alone(const Level& level, std::size_t i) const {
         const std::int64_t padded = level.padded(lengths[i]);
         if (padded > level.token_cap) return kInfinity;
-        return seconds(padded, problem.cost.squares(padded), level.k);
+        return seconds(padded, problem.cost.squares(padded), level);
     }
     // Number of the smallest level on which it takes at most `limit` seconds, else of the fastest.
     std::size_t choose_level(std::size_t i, double limit) const {
@@ -145,7 +182,6 @@ class Scratch {
         }
         return best;
     }
-    std::int64_t room(const Level& level, std::int64_t tokens, double squares, double limit) const;
     // The first sequence of at most `length` tokens, or how many there are.
     std::size_t first_not_longer(std::int64_t length) const;
 
@@ -171,7 +207,7 @@ class Heap {
         std::size_t child = items_.size() - 1;
         while (child > 0) {
             const std::size_t parent = (child - 1) / 2;
-            if (!(item < items_[parent])) break;
+            if (!less(item, items_[parent])) break;
             items_[child] = items_[parent];
             child = parent;
         }
@@ -190,12 +226,16 @@ class Heap {
         for (;;) {
             std::size_t child = 2 * hole + 1;
             if (child >= size) break;
-            if (child + 1 < size && items_[child + 1] < items_[child]) ++child;
-            if (!(items_[child] < item)) break;
+            if (child + 1 < size) child += static_cast<std::size_t>(less(items_[child + 1], items_[child]));
+            if (!less(items_[child], item)) break;
             items_[hole] = items_[child];
             hole = child;
         }
         items_[hole] = item;
+    }
+    // Without branches: which child is less is anyone's guess.
+    static bool less(const Item& x, const Item& y) {
+        return (x.first < y.first) | ((x.first == y.first) & (x.second < y.second));
     }
     std::vector<Item> items_;
 };
@@ -273,7 +313,18 @@ bool dynamic_cp_within(const Problem& problem, const Search& search, double seco
 // Packs in order; their first rank is left 0, since the caller deals them out.
 Ops best_fit(const Problem& problem, std::int64_t cp_size);
 Ops next_fit(const Problem& problem, std::int64_t cp_size);
+
 double free_step(const std::int64_t* first_rank, const std::int64_t* cp_size, const double* seconds, std::size_t count,
                  std::int64_t num_ranks);
+
+// The ops of a plan in order, each inside the ranks.
+struct PlanOps {
+    std::size_t count;
+    std::int64_t num_ranks;
+    const std::int64_t *first_rank, *cp_size, *offsets, *padded, *tokens_per_rank, *group;
+};
+enum class Mode { kFree, kLockstep, kBarrier, kPipeline };
+// As simulate in tdp_megatron/schedule/simulate.py without noise; -1 where ranks in lockstep do not meet.
+double plan_step(const PlanOps& ops, const Cost& cost, Mode mode, double stages_before);
 
 }  // namespace tdp::schedule

@@ -147,7 +147,7 @@ class DynamicCp {
                 tokens += own;
                 squares += cost.squares(own);
             }
-            const double seconds = op_seconds(problem_, tokens, squares, group.k);
+            const double seconds = op_seconds(problem_, tokens, squares, problem_.level(group.k));
             wave = std::max(wave, seconds);
             busy_ += seconds * static_cast<double>(group.k);
             for (std::int64_t rank = first; rank < first + group.k; ++rank) {

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <numeric>
 
+#include "schedule_halving.h"
 #include "schedule_waves.h"
 
 namespace tdp::schedule {
@@ -12,15 +13,26 @@ constexpr int kHalvings = 32;
 }  // namespace
 
 void Alive::sum_up(const Scratch& scratch) {
-    if (!work_from.empty()) return;
-    work_from.resize(numbers.size() + 1);
-    work_from[numbers.size()] = 0.0;
+    if (!sums_.empty()) return;
+    sums_.resize(numbers.size() / kEach + 1);
     tokens = 0;
+    double work = 0.0;
     for (std::size_t at = numbers.size(); at-- > 0;) {
         const auto i = static_cast<std::size_t>(numbers[at]);
-        work_from[at] = work_from[at + 1] + scratch.work(i);
+        work += scratch.works[i];
         tokens += scratch.lengths[i];
+        if (at % kEach == 0) sums_[at / kEach] = work;
     }
+}
+
+double Alive::work_from(const Scratch& scratch, std::size_t at) const {
+    const std::size_t known = (at + kEach - 1) / kEach;
+    const bool end = known * kEach >= numbers.size();
+    double work = end ? 0.0 : sums_[known];
+    for (std::size_t to = end ? numbers.size() : known * kEach; to-- > at;) {
+        work += scratch.works[static_cast<std::size_t>(numbers[to])];
+    }
+    return work;
 }
 
 bool EvenWaveBuilder::start(const Alive& alive, std::int64_t count, double limit, EvenWaves& made) {
@@ -36,8 +48,8 @@ bool EvenWaveBuilder::start(const Alive& alive, std::int64_t count, double limit
         chosen_.push_back(static_cast<std::uint8_t>(level));
         if (level == 0) rest_.push_back(*at);
     }
-    double work = alive.work_from[chosen_.size()];
-    for (std::size_t at = rest_.size(); at-- > 0;) work += scratch_.work(static_cast<std::size_t>(rest_[at]));
+    double work = alive.work_from(scratch_, chosen_.size());
+    for (std::size_t at = rest_.size(); at-- > 0;) work += scratch_.works[static_cast<std::size_t>(rest_[at])];
     rest_.insert(rest_.end(), first_narrow, alive.numbers.end());
 
     made.ops.clear();
@@ -119,10 +131,8 @@ double EvenWaveBuilder::water_level(const GrowingOps& wide, double work) const {
     const double empty =
         static_cast<double>(static_cast<std::int64_t>(free_.size() - used_) * scratch_.problem.num_ranks);
     const auto used = time_.begin() + static_cast<std::ptrdiff_t>(used_);
-    double low = 0.0;
-    double high = (used_ == 0 ? 0.0 : *std::max_element(time_.begin(), used)) + work + c0 + 1.0;
-    for (int halving = 0; halving < kHalvings; ++halving) {
-        const double middle = (low + high) / 2.0;
+    const double high = (used_ == 0 ? 0.0 : *std::max_element(time_.begin(), used)) + work + c0 + 1.0;
+    return halve(0.0, high, work, kHalvings, [&](double middle) {
         double room = std::max(middle - c0, 0.0) * empty;
         for (std::size_t op = 0; op < wide.size(); ++op) {
             const double top = std::max(time_[static_cast<std::size_t>(wave_of_[op])], middle);
@@ -132,13 +142,8 @@ double EvenWaveBuilder::water_level(const GrowingOps& wide, double work) const {
         for (std::size_t wave = 0; wave < used_; ++wave) {
             room += std::max(std::max(time_[wave], middle) - c0, 0.0) * static_cast<double>(free_[wave]);
         }
-        if (room < work) {
-            low = middle;
-        } else {
-            high = middle;
-        }
-    }
-    return high;
+        return room;
+    });
 }
 
 // The reference goes through all that is left for every wave. What it skips stays too large for the rest of the wave,

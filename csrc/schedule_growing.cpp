@@ -29,8 +29,7 @@ void Rooms::put(std::int32_t number, std::size_t i) {
     GrowingOp& op = ops_[static_cast<std::size_t>(number)];
     op.add(scratch_, i);
     if (op.count >= scratch_.problem.max_sequences) return;
-    const Level& level = scratch_.levels[static_cast<std::size_t>(op.level)];
-    const std::int64_t room = scratch_.room(level, op.tokens, op.squares, limit_);
+    const std::int64_t room = under_[static_cast<std::size_t>(op.level)].left(op.tokens, op.squares);
     if (room >= 0) list_.insert(room, number);
 }
 

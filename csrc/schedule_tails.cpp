@@ -14,6 +14,7 @@ constexpr double kWorthIt = 0.003, kMargin = 1e-12;
 constexpr int kFillTries = 24, kFillsOfOp = 8, kSettleTries = 48, kFewestTries = 20, kMostTries = 64, kNearest = 8;
 // Swaps tried for all ops of one CP size, so that planning time stays bounded.
 constexpr std::int64_t kEffort = std::int64_t{1} << 18;
+constexpr std::int64_t kNarrow = std::int64_t{1} << 31;
 
 std::int64_t whole_tails(std::int64_t tokens, std::int64_t unit) {
     return std::max<std::int64_t>(divide_up(tokens, unit), 1);
@@ -48,10 +49,7 @@ class Nearest {
 class Tails {
    public:
     Tails(const Problem& problem, const Search& search, Ops& ops) : problem_(problem), search_(search), ops_(ops) {
-        for (const std::int64_t k : problem.cp_sizes) {
-            const std::int64_t pad = k > 1 ? 2 * k : 1;
-            levels_.push_back({k, pad, problem.token_limit * k / pad * pad});
-        }
+        for (const std::int64_t k : problem.cp_sizes) levels_.push_back(problem.level(k));
         bubbles_ = search.pipeline ? search.stages_before : 0.0;
     }
 
@@ -61,6 +59,7 @@ class Tails {
         const double before = free_seconds();
         sort();
         fill();
+        sort_by_level();
         for (std::size_t level = 0; level < levels_.size(); ++level) {
             if (!gather(level)) continue;
             settle();
@@ -101,7 +100,7 @@ class Tails {
                 op_of_[id] = static_cast<std::int32_t>(j);
                 ++op.count;
             }
-            op.seconds = op_seconds(problem_, op.tokens, op.squares, k);
+            op.seconds = op_seconds(problem_, op.tokens, op.squares, level);
             op.hole = hole_of(op.tokens, unit_of(op));
             const std::size_t first = index(ops_.first_rank[j]);
             op.wave = numbers[first];
@@ -152,8 +151,8 @@ class Tails {
         const Level &level_a = levels_[index(one.level)], &level_b = levels_[index(other.level)];
         const std::int64_t held_a = one.tokens + tokens_a, held_b = other.tokens + tokens_b;
         if (held_a > level_a.token_cap || held_b > level_b.token_cap) return false;
-        const double seconds_a = op_seconds(problem_, held_a, one.squares + squares_a, level_a.k);
-        const double seconds_b = op_seconds(problem_, held_b, other.squares + squares_b, level_b.k);
+        const double seconds_a = op_seconds(problem_, held_a, one.squares + squares_a, level_a);
+        const double seconds_b = op_seconds(problem_, held_b, other.squares + squares_b, level_b);
         if (search_.lockstep) return seconds_a <= waves_[index(one.wave)] && seconds_b <= waves_[index(other.wave)];
         const double more_a = seconds_a - one.seconds, more_b = seconds_b - other.seconds;
         const std::size_t first_a = index(ops_.first_rank[a]), end_a = first_a + index(level_a.k);
@@ -175,10 +174,10 @@ class Tails {
         Op& op = all_[number];
         op.tokens += tokens;
         op.squares += squares;
-        const std::int64_t k = levels_[index(op.level)].k;
-        const double seconds = op_seconds(problem_, op.tokens, op.squares, k);
+        const Level& level = levels_[index(op.level)];
+        const double seconds = op_seconds(problem_, op.tokens, op.squares, level);
         const std::size_t first = index(ops_.first_rank[number]);
-        for (std::size_t rank = first; rank < first + index(k); ++rank) {
+        for (std::size_t rank = first; rank < first + index(level.k); ++rank) {
             loads_[rank] += seconds - op.seconds;
             longest_[rank] = std::max(longest_[rank], seconds);
         }
@@ -230,7 +229,32 @@ class Tails {
     }
 
     std::size_t bucket_of(std::int64_t tokens) const {
-        return index(((tokens % unit_ + unit_) % unit_) / step_);
+        if (-kNarrow < tokens && tokens < kNarrow && unit_ < kNarrow) {  // several times faster
+            const auto left = static_cast<std::int32_t>(tokens) % static_cast<std::int32_t>(unit_);
+            return index((left < 0 ? left + static_cast<std::int32_t>(unit_) : left) / static_cast<std::int32_t>(step_));
+        }
+        const std::int64_t left = tokens % unit_;
+        return index((left < 0 ? left + unit_ : left) / step_);
+    }
+
+    // What fill() leaves on each CP size stays there: sequences by rising length, and ops.
+    void sort_by_level() {
+        first_of_level_.assign(levels_.size() + 1, 0);
+        for (const Op& op : all_) first_of_level_[index(op.level) + 1] += op.count;
+        for (std::size_t level = 0; level < levels_.size(); ++level) {
+            first_of_level_[level + 1] += first_of_level_[level];
+        }
+        std::vector<std::int32_t> next(first_of_level_.begin(), first_of_level_.end() - 1);
+        rising_.resize(sorted_.size());
+        for (std::size_t i = sorted_.size(); i-- > 0;) {
+            const std::int64_t id = sorted_[i];
+            std::int32_t& at = next[index(all_[index(op_of_[index(id)])].level)];
+            rising_[index(at++)] = static_cast<std::int32_t>(id);
+        }
+        ops_of_level_.resize(levels_.size());
+        for (std::size_t j = 0; j < all_.size(); ++j) {
+            if (all_[j].count > 0) ops_of_level_[index(all_[j].level)].push_back(j);
+        }
     }
 
     // The sequences on one CP size by what their length leaves over whole tails, then by rising length; false
@@ -239,27 +263,23 @@ class Tails {
         const Level& level = levels_[number];
         unit_ = level.k * problem_.tail;
         step_ = level.pad_multiple;
-        own_.clear();
+        own_.swap(ops_of_level_[number]);
         bool shares = false;
-        for (std::size_t j = 0; j < all_.size(); ++j) {
-            if (index(all_[j].level) != number || all_[j].count == 0) continue;
-            own_.push_back(j);
+        for (const std::size_t j : own_) {
             all_[j].head = -1;
             shares = shares || all_[j].count > 1;
         }
         if (!shares) return false;
         buckets_.assign(index(unit_ / step_) + 1, 0);
-        const auto is_own = [&](std::int64_t id) { return index(all_[index(op_of_[index(id)])].level) == number; };
-        for (const std::int64_t id : sorted_) {
-            if (is_own(id)) ++buckets_[bucket_of(level.padded(problem_.seqlens[id])) + 1];
-        }
+        const auto begin = rising_.begin() + first_of_level_[number];
+        const auto end = rising_.begin() + first_of_level_[number + 1];
+        for (auto id = begin; id != end; ++id) ++buckets_[bucket_of(level.padded(problem_.seqlens[*id])) + 1];
         for (std::size_t bucket = 0; bucket + 1 < buckets_.size(); ++bucket) buckets_[bucket + 1] += buckets_[bucket];
         std::vector<std::int32_t> next(buckets_.begin(), buckets_.end() - 1);
         for (auto* numbers : {&where_, &ids_, &next_}) numbers->resize(index(buckets_.back()));
         lengths_.resize(index(buckets_.back()));
-        for (std::size_t i = sorted_.size(); i-- > 0;) {
-            const std::int64_t id = sorted_[i];
-            if (!is_own(id)) continue;
+        for (auto own = begin; own != end; ++own) {
+            const std::int64_t id = *own;
             const std::int64_t padded = level.padded(problem_.seqlens[id]);
             const std::int32_t at = next[bucket_of(padded)]++;
             lengths_[index(at)] = padded;
@@ -405,6 +425,8 @@ class Tails {
     // By rank, seconds; then by wave, seconds.
     std::vector<double> loads_, longest_, waves_;
     double bubbles_ = 0.0, limit_ = 0.0;
+    std::vector<std::int32_t> first_of_level_, rising_;
+    std::vector<std::vector<std::size_t>> ops_of_level_;
     // Of one CP size.
     std::int64_t unit_ = 1, step_ = 1;
     std::vector<std::size_t> own_;

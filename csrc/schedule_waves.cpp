@@ -176,7 +176,7 @@ class Searcher {
 
     double mean_seconds(const Head& head, std::int64_t count) const {
         const double ranks = static_cast<double>(problem_.num_ranks);
-        return head.alive->work_from[0] / ranks / static_cast<double>(count) + problem_.cost.c0;
+        return head.alive->work_from(scratch_, 0) / ranks / static_cast<double>(count) + problem_.cost.c0;
     }
 
     Head everything() const {

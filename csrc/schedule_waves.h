@@ -24,7 +24,7 @@ struct GrowingOp {
         tokens += padded;
         squares += level == 0 ? scratch.squares[i] : scratch.problem.cost.squares(padded);
         ++count;
-        seconds = scratch.seconds(tokens, squares, own.k);
+        seconds = scratch.seconds(tokens, squares, own);
     }
 };
 
@@ -33,7 +33,9 @@ using GrowingOps = std::vector<GrowingOp>;
 // Ops by the longest sequence that each can still take under a time limit; the tightest fit wins.
 class Rooms {
    public:
-    Rooms(const Scratch& scratch, double limit, GrowingOps& ops) : scratch_(scratch), limit_(limit), ops_(ops) {}
+    Rooms(const Scratch& scratch, double limit, GrowingOps& ops) : scratch_(scratch), ops_(ops) {
+        for (const Level& level : scratch.levels) under_.emplace_back(scratch.problem, level, limit);
+    }
 
     std::int64_t largest() { return list_.largest(); }
     // Starts an op with sequence i; its number.
@@ -45,7 +47,7 @@ class Rooms {
     void put(std::int32_t number, std::size_t i);
 
     const Scratch& scratch_;
-    double limit_;
+    std::vector<RoomUnder> under_;  // by level
     GrowingOps& ops_;
     RoomList list_;
 };
@@ -57,8 +59,6 @@ class AloneTable {
 
     // As Scratch::choose_level.
     std::size_t choose_level(std::size_t i, double limit);
-    // Of a sequence whose level has been chosen.
-    double seconds(std::size_t i, std::size_t level) const { return seconds_[i * scratch_.levels.size() + level]; }
 
    private:
     const Scratch& scratch_;
@@ -126,13 +126,21 @@ struct TallWave {
 TallWave tall_wave(const Scratch& scratch, const Numbers& alive, double seed_limit, Numbers& left);
 
 // Sequences still to be placed, rising, with the work of each and all after it.
-struct Alive {
+class Alive {
+   public:
     Numbers numbers;
     // Only after sum_up.
-    std::vector<double> work_from;  // rank-seconds; one more than numbers
     std::int64_t tokens = 0;
 
     void sum_up(const Scratch& scratch);
+    // Rank-seconds of numbers[at] and all after it; only after sum_up.
+    double work_from(const Scratch& scratch, std::size_t at) const;
+
+   private:
+    // There are many of these, so only one sum in so many is kept.
+    static constexpr std::size_t kEach = 64;
+
+    std::vector<double> sums_;
 };
 
 // Waves that all take about the same time.

@@ -301,6 +301,18 @@ def schedule_dynamic_cp(input: ScheduleInput, unit: int) -> _ScheduleOps: ...
 def schedule_dynamic_cp_within(
     input: ScheduleInput, seconds: float, lockstep: bool, pipeline: bool, stages_before: float
 ) -> _ScheduleOps | None: ...
+def schedule_step(
+    first_rank: npt.NDArray[np.int64],
+    cp_size: npt.NDArray[np.int64],
+    offsets: npt.NDArray[np.int64],
+    padded_lengths: npt.NDArray[np.int64],
+    tokens_per_rank: npt.NDArray[np.int64],
+    group: npt.NDArray[np.int64],
+    num_ranks: int,
+    cost: list[float],
+    mode: str,
+    stages_before: float,
+) -> float: ...
 def schedule_free_step(
     first_rank: npt.NDArray[np.int64],
     cp_size: npt.NDArray[np.int64],

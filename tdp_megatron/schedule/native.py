@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from tdp_megatron import _C
+from tdp_megatron.schedule.cost import CostModel
 from tdp_megatron.schedule.problem import Problem
 
-__all__ = ["native_input"]
+__all__ = ["native_cost", "native_input"]
 
 
 def native_input(problem: Problem) -> _C.ScheduleInput:
@@ -19,16 +20,21 @@ def native_input(problem: Problem) -> _C.ScheduleInput:
         layout.tail_multiple,
         problem.max_sequences,
         problem.limits.microbatches_multiple,
-        [
-            cost.a,
-            cost.b,
-            cost.c0,
-            cost.window,
-            cost.layers,
-            cost.kv_bytes,
-            cost.latency,
-            cost.node_ranks,
-            cost.bandwidth,
-            cost.internode_bandwidth,
-        ],
+        native_cost(cost),
     )
+
+
+def native_cost(cost: CostModel) -> list[float]:
+    """``cost`` as the native core wants it."""
+    return [
+        cost.a,
+        cost.b,
+        cost.c0,
+        cost.window,
+        cost.layers,
+        cost.kv_bytes,
+        cost.latency,
+        cost.node_ranks,
+        cost.bandwidth,
+        cost.internode_bandwidth,
+    ]

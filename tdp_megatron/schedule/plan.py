@@ -27,8 +27,13 @@ def padded_seqlens(seqlens: Int64Array, cp_size: Int64Array | int) -> Int64Array
     Returns:
         int64 [n], tokens.
     """
-    multiple = np.where(np.asarray(cp_size) > 1, 2 * np.asarray(cp_size), 1)
-    padded: Int64Array = -(-seqlens // multiple) * multiple
+    sizes = np.asarray(cp_size, dtype=np.int64)
+    multiple = np.where(sizes > 1, 2 * sizes, 1)
+    padded: Int64Array
+    if np.any(multiple & (multiple - 1)):
+        padded = -(-seqlens // multiple) * multiple
+    else:  # several times faster than to divide
+        padded = (seqlens + (multiple - 1)) & -multiple
     return padded
 
 
@@ -86,6 +91,8 @@ def _frozen(name: str, values: npt.ArrayLike) -> Int64Array:
         raise TypeError(f"{name} must hold integers, got dtype {array.dtype}")
     if array.ndim != 1:
         raise ValueError(f"{name} must have one dimension, got shape {array.shape}")
+    if array.dtype == np.int64 and array.base is None and not array.flags.writeable and array.flags.c_contiguous:
+        return array
     owned = np.array(array, dtype=np.int64, order="C")
     owned.flags.writeable = False
     return owned

@@ -14,6 +14,7 @@ from tdp_megatron.errors import ScheduleError
 from tdp_megatron.schedule.bounds import lower_bound
 from tdp_megatron.schedule.cost import CostModel
 from tdp_megatron.schedule.execution import execution_order
+from tdp_megatron.schedule.native import native_cost
 from tdp_megatron.schedule.plan import Plan
 from tdp_megatron.schedule.problem import Mode
 from tdp_megatron.types import Int64Array
@@ -153,25 +154,20 @@ def simulate(
 
 def step_seconds(plan: Plan, cost: CostModel, mode: Mode) -> float:
     """Only the step time of ``simulate``, for algorithms that compare candidates."""
-    seconds = cost.plan_costs(plan)
-    if mode.name == "free":
-        return _C.schedule_free_step(plan.op_first_rank, plan.op_cp_size, seconds, plan.layout.num_ranks)
-    if mode.name == "barrier":
-        return _run(plan, seconds, mode, np.arange(plan.num_ops, dtype=np.int64))[0]
-    ops, ranks, numbers = plan.by_op_and_rank()
-    if mode.name == "lockstep":
-        starts = np.cumsum(plan.op_cp_size) - plan.op_cp_size
-        wave = numbers[starts]
-        counts = plan.num_microbatches_per_rank
-        if not np.array_equal(wave[ops], numbers) or int(counts.min()) != int(counts.max()):
-            return _run(plan, seconds, mode, np.arange(plan.num_ops, dtype=np.int64))[0]
-        longest = np.zeros(int(counts[0]))
-        np.maximum.at(longest, wave, seconds)
-        return float(np.cumsum(longest)[-1]) if len(longest) else 0.0
-    busy = np.bincount(ranks, weights=seconds[ops], minlength=plan.layout.num_ranks)
-    slowest = np.zeros(plan.layout.num_ranks)
-    np.maximum.at(slowest, ranks, seconds[ops])
-    return float((busy + (mode.stages - 1) / mode.virtual_stages * slowest).max())
+    seconds = _C.schedule_step(
+        plan.op_first_rank,
+        plan.op_cp_size,
+        plan.op_offsets,
+        plan.padded_lengths,
+        plan.op_tokens_per_rank,
+        plan.op_group,
+        plan.layout.num_ranks,
+        native_cost(cost),
+        mode.name,
+        (mode.stages - 1) / mode.virtual_stages,
+    )
+    # Where ranks in lockstep do not meet, the simulation says which.
+    return seconds if seconds >= 0.0 else simulate(plan, cost, mode).step_seconds
 
 
 def _run(plan: Plan, seconds: Float64Array, mode: Mode, order: Int64Array) -> tuple[float, Float64Array, Float64Array]:

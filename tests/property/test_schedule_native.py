@@ -132,12 +132,32 @@ def test_waves_of_a_stream_equal_the_reference(problem, leader):
     assert native == stream_wave_reference(problem, leader)
 
 
-@settings(max_examples=50, deadline=None)
-@given(problem=problems())
-def test_the_short_way_to_the_step_equals_the_simulation(problem):
-    plan = default_dynamic_cp(problem)
-    for mode in (Mode("free"), problem.mode):
-        assert step_seconds(plan, problem.cost, mode) == simulate(plan, problem.cost, mode).step_seconds
+def seconds_or_error(run) -> float | str:
+    try:
+        return run()
+    except ScheduleError as error:
+        return str(error)
+
+
+@settings(max_examples=100, deadline=None)
+@given(problem=problems(), rises=st.lists(st.booleans(), min_size=300, max_size=300), name=st.sampled_from(list(PAIRS)))
+def test_the_short_way_to_the_step_equals_the_simulation(problem, rises, name):
+    plan = outcome(PAIRS[name][0], problem)
+    if isinstance(plan, str):
+        return
+    groups = np.cumsum(np.resize(rises, plan.num_ops)).astype(np.int64)
+    grouped = Plan.from_packs(
+        plan.layout,
+        plan.seqlens,
+        plan.op_first_rank,
+        plan.op_cp_size,
+        plan.op_offsets,
+        plan.sample_ids,
+        op_group=groups,
+    )
+    for mode in (Mode("free"), Mode("lockstep"), Mode("barrier"), Mode("pipeline", 3, 2)):
+        short = seconds_or_error(lambda mode=mode: step_seconds(grouped, problem.cost, mode))
+        assert short == seconds_or_error(lambda mode=mode: simulate(grouped, problem.cost, mode).step_seconds)
 
 
 @settings(max_examples=150, deadline=None)
@@ -190,6 +210,40 @@ def test_the_binding_refuses_what_would_be_unsafe():
     for first, size, message in ((-1, 1, "outside"), (1, 2, "outside"), (0, 0, "outside")):
         with pytest.raises(ValueError, match=message):
             _C.schedule_free_step(one + first, one + size, np.ones(1), 2)
+
+
+def test_the_binding_of_the_step_refuses_what_would_be_unsafe():
+    one = np.ones(1, dtype=np.int64)
+    good = {
+        "first_rank": 0 * one,
+        "cp_size": one,
+        "offsets": np.array([0, 2], dtype=np.int64),
+        "padded_lengths": np.array([3, 4], dtype=np.int64),
+        "tokens_per_rank": 7 * one,
+        "group": 0 * one,
+        "num_ranks": 1,
+        "cost": [1.0] + [0.0] * 6 + [8.0, 1.0, 1.0],
+        "mode": "free",
+        "stages_before": 0.0,
+    }
+    assert _C.schedule_step(**good) == 7.0
+    for bad, message in (
+        ({"first_rank": one}, "outside"),
+        ({"cp_size": 2 * one}, "outside"),
+        ({"cp_size": np.ones(2, dtype=np.int64)}, "cp_size"),
+        ({"num_ranks": 0}, "num_ranks"),
+        ({"offsets": np.array([0, 3], dtype=np.int64)}, "offsets"),
+        ({"offsets": np.array([1, 2], dtype=np.int64)}, "offsets"),
+        ({"offsets": np.array([0, 1, 2], dtype=np.int64)}, "offsets"),
+        ({"tokens_per_rank": np.ones(2, dtype=np.int64)}, "tokens_per_rank"),
+        ({"group": np.ones(0, dtype=np.int64)}, "group"),
+        ({"cost": [1.0]}, "cost"),
+        ({"mode": "fast"}, "mode"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            _C.schedule_step(**{**good, **bad})
+    with pytest.raises(TypeError):
+        _C.schedule_step(**{**good, "group": np.zeros(1)})
 
 
 @pytest.mark.parametrize("mode", ["free", "lockstep", "pipeline(4)"])
