@@ -52,7 +52,6 @@ def figure(title: str, timelines: Sequence[Timeline]) -> Figure:
         from matplotlib.figure import Figure
         from matplotlib.lines import Line2D
         from matplotlib.patches import Patch
-        from matplotlib.ticker import MultipleLocator
     except ImportError as error:
         raise TdpError(
             f"a PNG needs matplotlib ({error}); pip install 'tdp-megatron[plots]', or write HTML, which needs nothing"
@@ -95,12 +94,13 @@ def figure(title: str, timelines: Sequence[Timeline]) -> Figure:
         axes.set_ylim(t.num_ranks, 0)
         axes.set_ylabel("rank")
         axes.set_xlabel("milliseconds", labelpad=1)
+        axes.xaxis.set_major_formatter(lambda ms, _: f"{ms:,.10g}")
         # Of its own row a number belongs in the middle.
         if t.num_ranks <= 2 * _PANEL_PX // _MOST_ROW_PX:
             axes.set_yticks(np.arange(t.num_ranks) + 0.5, [str(rank) for rank in range(t.num_ranks)])
         else:
             # CP groups start at multiples of powers of two.
-            axes.yaxis.set_major_locator(MultipleLocator(1 << (t.num_ranks // _MOST_TICKS).bit_length()))
+            axes.set_yticks(np.arange(0, t.num_ranks, 1 << (t.num_ranks // _MOST_TICKS).bit_length()))
         axes.set_title(f"{t.name}: {t.caption}", loc="left", size=11)
     made.legend(
         handles=[

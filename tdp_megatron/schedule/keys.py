@@ -58,10 +58,14 @@ def schedule_with_keys(
     lengths = problem.seqlens.tolist()
     merged = np.array([merged_length(problem.layout, [lengths[i] for i in b]) for b in bundles], dtype=np.int64)
     _check_bundles_fit(problem, bundles, merged)
-    longest = max(map(len, bundles), default=1)
+    largest = max(bundles, key=len, default=[0])
+    longest = len(largest)
     limit = problem.limits.max_sequences_per_microbatch
     if limit and longest > limit:
-        raise ScheduleError(f"{longest} sequences belong together, at most {limit} may share a microbatch")
+        raise ScheduleError(
+            f"sequences {largest[:8]} belong together, {longest} of them, and at most {limit} may share a microbatch; "
+            "use fewer, or raise max_sequences_per_microbatch"
+        )
     # A bundle counts as one sequence to the algorithm, so it gets the limit for the largest bundle.
     limits = Limits(problem.limits.equal_count, problem.limits.microbatches_multiple, limit // longest if limit else 0)
     inner = dataclasses.replace(problem, seqlens=merged, limits=limits)

@@ -135,6 +135,10 @@ def check_seqlens(seqlens: npt.ArrayLike) -> Int64Array:
         return np.zeros(0, dtype=np.int64)
     if np.issubdtype(array.dtype, np.floating) and bool(np.any(np.isnan(array))):
         raise ValueError(f"seqlens[{int(np.flatnonzero(np.isnan(array))[0])}] is NaN; lengths are whole tokens")
+    if array.dtype == np.object_:
+        for index, value in enumerate(array.tolist()):
+            if isinstance(value, int) and abs(value) > np.iinfo(np.int64).max:
+                raise ValueError(f"seqlens[{index}] is {value}, which int64 cannot hold")
     if not np.issubdtype(array.dtype, np.integer):
         raise TypeError(f"seqlens must be integers, got dtype {array.dtype}")
     if int(array.min()) < 0:

@@ -267,6 +267,10 @@ def test_the_picture_has_every_block_on_the_rows_of_its_ranks(num_ranks: int) ->
     for axes, timeline in zip(figure.axes, shown, strict=True):
         (blocks,) = axes.collections
         assert axes.get_ylim() == (num_ranks, 0)
+        assert 8 <= len(axes.get_yticks()) <= 32
+        # Ranks that exist, each label at its own row.
+        assert [int(label.get_text()) for label in axes.get_yticklabels()] == [int(tick) for tick in axes.get_yticks()]
+        assert max(axes.get_yticks()) < num_ranks
         height = figure.dpi * figure.get_figheight() * axes.get_position().height
         assert height / num_ranks >= 2
         assert len(blocks.get_paths()) == len(timeline)

@@ -37,7 +37,8 @@ ALL = (*STATIC, "buddy", "waves", "default_dynamic_cp", "stream", "auto")
         (["7"], TypeError, "must be integers"),
         ([True, False], TypeError, "bool"),
         (np.array([2**63], dtype=np.uint64), ValueError, "int64 cannot hold"),
-        ([2**70], TypeError, "object"),
+        ([5, 2**70], ValueError, r"seqlens\[1\] is 1180591620717411303424, which int64 cannot hold"),
+        ([5, None], TypeError, "got dtype object"),
         (None, ValueError, "one dimension"),
     ],
 )
