@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from tdp_megatron.schedule import CostModel, Mode, lower_bound, preset, schedule, simulate, validate
 from tdp_megatron.schedule.bounds import lockstep_bound
 from tdp_megatron.schedule.compare import compare, plan_as_run
+from tdp_megatron.schedule.distributions import global_batch_seqlens
 from tdp_megatron.types import ParallelLayout
 
 COST = preset("llama-8b")
@@ -48,12 +50,16 @@ def test_each_result_stands_for_itself() -> None:
     assert hybrid.simulation.mode == Mode("barrier")
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(120))
 def test_no_plan_is_below_the_bound_in_lockstep(seed: int) -> None:
     rng = np.random.default_rng(seed)
     layout = ParallelLayout(int(rng.choice([2, 4, 8])), 2, 2048, cp_sizes=(1, 2, 4))
     lengths = np.minimum(rng.lognormal(5.5, 1.5, int(rng.integers(1, 80))).astype(np.int64), 8192)
     cost = COST if seed % 2 else CostModel(a=1e-6, b=1e-8, c0=1e-3, window=int(rng.choice([0, 64])))
+    if seed % 4 > 1:
+        # K and V go over a slow link, so that CP sizes trade time for ranks.
+        slow = 10.0 ** rng.uniform(6, 10)
+        cost = replace(cost, layers=4, kv_bytes=4096.0, node_ranks=2, bandwidth=4 * slow, internode_bandwidth=slow)
     bound = lockstep_bound(lengths, layout, cost)
     assert bound >= lower_bound(lengths, layout, cost)
     for algorithm in ("auto", "waves", "default_dynamic_cp"):
@@ -72,6 +78,35 @@ def test_one_long_sequence_bounds_the_step_in_lockstep() -> None:
     # Quadratic work of the long one alone: nothing can fill the other ranks up to it.
     assert lockstep_bound(lengths, layout, quadratic) == pytest.approx(2048 + 4096 * 4096 / 2 + 2048 * 2 / 4)
     assert lockstep_bound([], layout, COST) == lower_bound([], layout, COST)
+
+
+@pytest.mark.parametrize(
+    ("exchange", "expected"),
+    [
+        # On 4 ranks the long one takes 400 s there, then the others 8 * 16 s on all: less than 512 s on 2 ranks, with
+        # the others beside it.
+        (400.0, 400 + 8 * 16 / 4),
+        (600.0, 512.0),
+    ],
+)
+def test_exchange_that_outlasts_attention_bounds_the_step_in_lockstep(exchange: float, expected: float) -> None:
+    slow = 3 * 3 * 512 / exchange
+    cost = CostModel(
+        a=0.0, b=2.0**-12, layers=1, kv_bytes=1.0, latency=0.0, node_ranks=2, bandwidth=1e9, internode_bandwidth=slow
+    )
+    layout = ParallelLayout(4, 1, 1024, cp_sizes=(1, 2, 4), tail_multiple=1)
+    lengths = np.array([2048] + [256] * 8)
+    assert lower_bound(lengths, layout, cost) == pytest.approx((1024 + 8 * 16) / 4)
+    assert lockstep_bound(lengths, layout, cost) == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("data", ["github", "sft_chat"])
+def test_the_exchange_makes_the_bound_tighter(data: str) -> None:
+    cost = preset("qwen-1.7b")
+    layout = ParallelLayout(4, 8, 16_384, cp_sizes=(1, 2, 4, 8, 16, 32))
+    lengths = global_batch_seqlens(data, 32 * 16_384 * 4, seed=1)
+    step = simulate(schedule(lengths, layout, cost, "lockstep"), cost, "lockstep").step_seconds
+    assert 1.025 * lower_bound(lengths, layout, cost) < lockstep_bound(lengths, layout, cost) <= step
 
 
 def test_cost_models_as_json() -> None:
