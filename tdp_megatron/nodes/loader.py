@@ -14,6 +14,7 @@ from tdp_megatron.arguments import checked_int
 from tdp_megatron.nodes.base import BeyondEndError, require_node, skip_samples
 from tdp_megatron.nodes.blend import Blend
 from tdp_megatron.nodes.early_end import refuse_early_end, report_early_end
+from tdp_megatron.nodes.loader_state import check_loader_state
 from tdp_megatron.stats import NodeStats
 
 __all__ = ["Loader", "pipeline_stats"]
@@ -46,7 +47,13 @@ class Loader(TorchdataLoader[T]):
         return steps
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Make the next ``iter`` go on from a saved state, also where ``state_dict`` has been asked for in between."""
+        """Make the next ``iter`` go on from a saved state, also where ``state_dict`` has been asked for in between.
+
+        Raises:
+            TypeError: it is no mapping, such as None, which would begin the data anew.
+            StateMismatchError: it is none that ``state_dict`` gave, such as the whole checkpoint it is a part of.
+        """
+        check_loader_state(state_dict)
         super().load_state_dict(state_dict)
         # torchdata would hand out the iteration that state_dict() has begun and forget the loaded state;
         # torch.distributed.checkpoint asks for the state before it loads one.
@@ -92,6 +99,7 @@ class _CheckedIterator(LoaderIterator[T]):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go to a saved state."""
+        check_loader_state(state_dict)
         self.reset(state_dict)
 
     def stats(self) -> dict[str, Any]:
