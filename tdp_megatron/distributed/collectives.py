@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -130,13 +131,15 @@ def sum_int64(host: HostGroup, value: int, what: str) -> int:
     return int(total)
 
 
-def require_equal(host: HostGroup, digest: str, what: str) -> None:
+def require_equal(host: HostGroup, digest: str, what: str, configuration: Mapping[str, str] | None = None) -> None:
     """Compare a hexadecimal digest over all ranks.
 
     Args:
         host: who takes part.
         digest: of what the ranks must have alike; empty where this rank's data has ended.
         what: how an error names it.
+        configuration: what the digest was made of, by name, as far as an error should tell in what the ranks differ;
+            sent only then.
 
     Raises:
         ExchangeError: some rank has another digest, or its data has ended; the message names those ranks.
@@ -152,7 +155,20 @@ def require_equal(host: HostGroup, digest: str, what: str) -> None:
         )
     different = [r for r in range(len(rows)) if not np.array_equal(rows[r], rows[0])]
     if different:
+        shown = _different_configuration(host, configuration or {}, f"comparing {what}")
         raise ExchangeError(
-            f"{what} differs between ranks: ranks {different} disagree with rank 0. All ranks need the same files, "
-            "seed, weights and library version"
+            f"{what} differs between ranks: ranks {different} disagree with rank 0{shown}. All ranks need the same "
+            "files, seed, weights and library version"
         )
+
+
+def _different_configuration(host: HostGroup, mine: Mapping[str, str], what: str) -> str:
+    """In what the first rank that differs from rank 0 does so; all ranks call it."""
+    first = json.loads(broadcast_bytes(host, json.dumps(dict(mine)).encode(), 0, what))
+    names = [name for name in {**first, **mine} if first.get(name) != mine.get(name)]
+    shown = [f"{name} {mine.get(name, 'missing')} (rank 0: {first.get(name, 'missing')})" for name in names[:4]]
+    if len(names) > len(shown):
+        shown.append(f"{len(names) - len(shown)} more")
+    texts = gather_texts(host, "; ".join(text[:200] for text in shown), what)
+    rank = next((r for r, text in enumerate(texts) if text), None)
+    return "" if rank is None else f"; rank {rank} has {texts[rank]}"

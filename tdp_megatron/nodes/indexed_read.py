@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +17,8 @@ from tdp_megatron.nodes.base import SampleSource
 from tdp_megatron.types import Int64Array, SampleBlock
 
 __all__ = ["IndexedRead"]
+
+_CRC_TOKENS = 1024
 
 
 class IndexedRead(SampleSource):
@@ -97,6 +100,26 @@ class IndexedRead(SampleSource):
         else:  # what is known without opening the file
             facts = {"sequences": len(dataset), "tokens": dataset.num_tokens, "dtype": dataset.dtype.name}
         return {"split": self.split, "split_name": self.split_name, **facts}
+
+    def tokens_crc32(self) -> int | None:
+        """A CRC of the first and last tokens of the split: files of the same lengths are told apart by it.
+
+        Returns:
+            None where that would read from object storage, or open a file whose counts are known.
+        """
+        if self._known is not None or is_object_storage_path(self.path_prefix):
+            return None
+        begin, end = self.bounds
+        if begin == end:
+            return 0
+        pointers, itemsize = self.dataset.sequence_pointers, self.dataset.dtype.itemsize
+        first, last = (
+            int(pointers[begin]),
+            int(pointers[end - 1]) + int(self.dataset.sequence_lengths[end - 1]) * itemsize,
+        )
+        count = min(_CRC_TOKENS, (last - first) // itemsize)
+        offsets = np.array([first, last - count * itemsize], dtype=np.int64)
+        return zlib.crc32(self.dataset.read_pieces(offsets, np.full(2, count, dtype=np.int64)).tobytes())
 
     def _open(self) -> None:
         begin, end = self.bounds

@@ -16,6 +16,7 @@ from tdp_megatron.arguments import checked_int
 from tdp_megatron.distributed import DpCpGroups, HostGroup, require_equal, sum_int64
 from tdp_megatron.errors import StateMismatchError, TdpError
 from tdp_megatron.nodes.base import Node, require_node
+from tdp_megatron.nodes.configuration import configuration_of, digest_of_configuration
 from tdp_megatron.nodes.pack import GlobalBatch, Pack
 from tdp_megatron.nodes.shard import Shard
 from tdp_megatron.schedule import padding
@@ -37,8 +38,9 @@ class Reroute(Node[Step]):
         pad_id: token id at pads.
         device: where the packs are wanted, such as "cuda"; None leaves them in host memory. Behind ``Prefetch``, name
             the device with its number: the thread that reads ahead works on the default stream of that device.
-        agree_every: every this many steps, compare what all ranks must have alike: the plan, the samples, and with
-            shards the configuration of the order they deal out; 0 for never.
+        agree_every: every this many steps, compare what all ranks must have alike: the plan, the samples, and the
+            configuration of the nodes with the first and last tokens of their files (with an exchange, of the order
+            that shards deal out); 0 for never.
 
     Raises:
         ValueError, TypeError: a bad argument.
@@ -75,6 +77,7 @@ class Reroute(Node[Step]):
         self.agree_every = agree_every
         self._by_plan = getattr(source, "exchange", None) is None
         self._pipeline = ""
+        self._configuration: tuple[dict[str, str], bytes] | None = None
         self._is_made_ahead = False
         self._name = f"reroute {id(self)}"
 
@@ -92,6 +95,7 @@ class Reroute(Node[Step]):
             )
         self.source.reset(None if state is None else state[self.SOURCE_KEY])
         self._pipeline = "" if self.groups is None else _order_of(self.source)
+        self._configuration = None
 
     _source_state_keys = ("source",)
 
@@ -171,7 +175,8 @@ class Reroute(Node[Step]):
         self._raise_if_told(batch.index)
         if self.agree_every and self.groups is not None and batch.index % self.agree_every == 0:
             host = _begun(self.groups.data, batch)
-            require_equal(host, self._digest(batch), _compared(batch.index))
+            digest = self._digest(batch)
+            require_equal(host, digest, _compared(batch.index), self._compared_configuration()[0])
         if self.groups is None:
             batches = batch.pack(self.rank, pad_id=self.pad_id, device=self.device)
         else:
@@ -194,12 +199,26 @@ class Reroute(Node[Step]):
         digest = hashlib.sha256(bytes.fromhex(batch.plan.digest()))
         # Samples of one length make equal plans in any order.
         digest.update(np.ascontiguousarray(batch.refs).tobytes())
+        shard = self._shard()
+        if shard is not None:
+            digest.update(json.dumps(shard.state_dict(), sort_keys=True).encode())
+        digest.update(self._compared_configuration()[1])
+        return digest.hexdigest()
+
+    def _shard(self) -> Shard | None:
         node: object = self.source
         while isinstance(node, BaseNode) and not isinstance(node, Shard):
             node = getattr(node, "source", None)
-        if isinstance(node, Shard):
-            digest.update(json.dumps(node.state_dict(), sort_keys=True).encode())
-        return digest.hexdigest()
+        return node if isinstance(node, Shard) else None
+
+    def _compared_configuration(self) -> tuple[dict[str, str], bytes]:
+        """What the ranks must have alike of the nodes, and its digest; gathered once after each reset."""
+        if self._configuration is None:
+            # With an exchange, what lies below the Pack is each rank's own, but for what shards deal out.
+            root = self.source if self._by_plan else self._shard()
+            facts = {} if root is None else configuration_of(root)
+            self._configuration = facts, digest_of_configuration(facts)
+        return self._configuration
 
     def _loss_tokens(self, batch: GlobalBatch, batches: tuple[PackedBatch, ...]) -> int:
         if (batch.num_loss_tokens >= 0).all():
