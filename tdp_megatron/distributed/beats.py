@@ -32,6 +32,8 @@ class Reached:
     def __init__(self) -> None:
         self.step = -1
         """The last one handed out, of whichever pipeline; -1 before the first."""
+        self.begun = -1
+        """The last one that was begun, perhaps ahead of the training loop."""
         self.most = 0
         """One more than the highest of them."""
         self._next: dict[str, int] = {}

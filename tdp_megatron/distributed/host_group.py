@@ -57,7 +57,7 @@ class HostGroup:
 
     def note_step(self, step: int) -> None:
         """Note for the other ranks that this one has begun ``step``."""
-        self.step = step
+        self.step = self._reached.begun = step
         self._progress.begin(step)
 
     def explain_failure(self) -> tuple[str, bool]:
@@ -93,11 +93,13 @@ class HostGroup:
         """Note that the training loop has taken another step, and so is not stuck.
 
         Args:
-            pipeline: what decides the order of its steps.
+            pipeline: what decides the order of its steps; empty where only messages need the step.
             step: which, where it is known.
         """
-        if step is not None:
+        if step is not None and pipeline:
             self._reached.come(pipeline, step)
+        elif step is not None:
+            self._reached.step = step
         if self._watch is not None:
             self._watch.came()
 

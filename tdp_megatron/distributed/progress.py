@@ -74,11 +74,12 @@ class Progress:
         """Note why this rank cannot go on with ``step``; the first cause noted is the one all ranks are told.
 
         Args:
-            step: number of the global batch.
+            step: number of the global batch; negative before the first.
             cause: the error.
             teller: who takes it back; there may be several pipelines, of which one goes on while another has failed.
         """
-        self._tell(teller, self._rank, step, f"rank {self._rank} failed in step {step}: {cause}")
+        where = "before its first step" if step < 0 else f"in step {step}"
+        self._tell(teller, self._rank, step, f"rank {self._rank} failed {where}: {cause}")
 
     def accuse(self, rank: int, step: int, text: str, *, teller: str = _LIVENESS, silent_s: float = -1.0) -> None:
         """Note that another rank is gone and cannot make ``step``.

@@ -207,7 +207,8 @@ class Watch:
                 who_left = Left.parse(note).describe(rank)
                 logger.error("%s; rank %d ends after that", who_left, self._rank)
                 said = f"{said}; {who_left}"
-            self._progress.tell_cause(self._reached.step, said)
+            step = self._reached.step if self._reached.step >= 0 else self._reached.begun
+            self._progress.tell_cause(step, said)
         self.say_farewell()
 
     def say_farewell(self) -> None:

@@ -144,6 +144,9 @@ class PackingSession:
         self._stats.handed_out.items += 1
         self._data_at = step.data_at
         self._cursor.move(step.consumed_samples, data_at=step.data_at)
+        for host in (self.groups.dp_cp.data, self.groups.tp, self.groups.pp):
+            if host is not None:
+                host.note_use("", step.number)  # what is made in the background is one further
         if self.config.read_ahead:
             self._ahead = Ahead(num_microbatches, lambda: self._produce(num_microbatches))
         return step

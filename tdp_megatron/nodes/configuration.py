@@ -31,10 +31,17 @@ def configuration_of(root: BaseNode[Any]) -> dict[str, str]:
     """
     facts: dict[str, str] = {}
     seen: dict[str, int] = {}
-    for name, value in [*_fingerprints(root.state_dict()), *_samples(root)]:
+    for name, value in [*_fingerprints(_state_of(root)), *_samples(root)]:
         count = seen[name] = seen.get(name, 0) + 1  # a graph may have several nodes of one kind
         facts[name if count == 1 else f"{name} ({count})"] = value
     return facts
+
+
+def _state_of(root: BaseNode[Any]) -> Any:
+    try:
+        return root.state_dict()
+    except NotImplementedError:  # a user's node without a state
+        return None
 
 
 def digest_of_configuration(facts: Mapping[str, str]) -> bytes:

@@ -29,6 +29,8 @@ from tdp_megatron.distributed.progress import Cause, Progress
 from tdp_megatron.distributed.standstill import Standstill
 from tdp_megatron.distributed.watch import Watch
 from tdp_megatron.errors import ExchangeError
+from tdp_megatron.loops import packing_session, wrap_data_iterator
+from tdp_megatron.loops.config import LoopConfig
 from tdp_megatron.nodes import Loader, Pack, Prefetch, Reroute
 from tdp_megatron.testing import RankFailure, run_ranks
 from tdp_megatron.types import ParallelLayout
@@ -426,6 +428,36 @@ def test_an_error_on_its_way_past_the_end_of_the_process_group_is_told() -> None
 
     results = run_ranks(body, 3, timeout_s=40, return_failures=True)
     assert results[0] == results[2] == "rank 1 failed in step 0: ValueError: loss is NaN"
+
+
+@pytest.mark.parametrize("read_ahead", [False, True])
+@pytest.mark.parametrize("steps_before", [0, 3])
+def test_an_error_of_a_wrapped_loop_is_told_with_its_step(steps_before: int, read_ahead: bool) -> None:
+    def body(rank: int, world: int) -> str:
+        config = LoopConfig(max_seqlen_per_dp_cp_rank=64, read_ahead=read_ahead, data_timeout_s=30)
+        data = iter([{"tokens": torch.arange(10)} for _ in range(40)])
+        if rank == 1:
+            if not steps_before:
+                packing_session(data, config)
+            for _ in range(steps_before):
+                wrap_data_iterator(data, config, 2)
+            sys.last_value = ValueError("loss is NaN")  # as the interpreter does before it ends
+            background._end_all()
+            die()
+        try:
+            for _ in range(20):
+                wrap_data_iterator(data, config, 2)
+                time.sleep(0.3)
+        except ExchangeError as error:
+            return str(error)
+        return ""
+
+    results = run_ranks(body, 3, timeout_s=60, return_failures=True)
+    # Without a step, no thread tells anything.
+    where = "rank 1 failed in step 2: ValueError: loss is NaN" if steps_before else "rank 1 "
+    assert where in results[0]
+    assert where in results[2]
+    assert "step -1" not in results[0] + results[2]
 
 
 def test_a_rank_whose_collective_is_cut_off_learns_at_its_end_who_was_killed(caplog: pytest.LogCaptureFixture) -> None:
