@@ -1,4 +1,4 @@
-"""What the adapters refuse: ranks that cannot read, and states that are none."""
+"""What the adapters refuse: ranks that cannot read or stand elsewhere, and states that are none."""
 
 from __future__ import annotations
 
@@ -9,11 +9,25 @@ from typing import Any
 import numpy as np
 
 from tdp_megatron.distributed import Exchange
-from tdp_megatron.errors import ScheduleError, StateMismatchError, TdpError
+from tdp_megatron.errors import ExchangeError, ScheduleError, StateMismatchError, TdpError
 from tdp_megatron.loops.groups import LoopGroups
 from tdp_megatron.types import Int64Array
 
-__all__ = ["check_goes_on", "check_reader", "check_state", "different_content", "naming_the_longest"]
+__all__ = [
+    "MOVED",
+    "SAME_PLACE",
+    "check_goes_on",
+    "check_handed",
+    "check_moves",
+    "check_reader",
+    "check_share",
+    "check_state",
+    "different_content",
+    "naming_the_longest",
+]
+
+MOVED = "all ranks must call skip_to, skip and load_state_dict alike; one that was handed its data has not"
+SAME_PLACE = "give all ranks the same num_microbatches, consumed_samples, skip_samples, skip_to and skip"
 
 
 def check_reader(data_iterator: Any, groups: LoopGroups) -> None:
@@ -47,6 +61,48 @@ def check_goes_on(failure: Exception | None) -> None:
         raise ValueError("the data has ended; to go on, load a saved state")
     if failure is not None:
         raise failure
+
+
+def check_moves(step: int, moves_there: int, moves_here: int) -> None:
+    """Refuse what a rank hands on that was moved another number of times.
+
+    Raises:
+        ExchangeError: this rank would be some steps before or behind.
+    """
+    if moves_there != moves_here:
+        raise ExchangeError(f"step {step}: {MOVED}")
+
+
+def check_handed(step: int, end_there: int, end_here: int | None, groups: LoopGroups) -> None:
+    """Refuse a global batch that ends elsewhere than this rank, which is handed it, expects.
+
+    Raises:
+        ExchangeError: ranks were given another number of microbatches.
+    """
+    if end_there != end_here:
+        raise ExchangeError(
+            f"step {step}: the rank that reads the data takes samples up to {end_there}; TP rank {groups.tp_rank} of "
+            f"pipeline stage {groups.pp_rank} expects {end_here}; {SAME_PLACE}"
+        )
+
+
+def check_share(data_iterator: Any, groups: LoopGroups) -> None:
+    """Refuse a graph of our nodes that deals its order out to another number of ranks than read it.
+
+    Raises:
+        ValueError: some samples would be read by nobody, or by several.
+    """
+    node, shares = getattr(data_iterator, "root", None), 1
+    while groups.reads and node is not None:
+        # By name: this package's nodes are not loaded for loops that use none.
+        is_shard = type(node).__name__ == "Shard" and type(node).__module__.startswith("tdp_megatron.")
+        shares *= node.num_ranks if is_shard else 1
+        node = getattr(node, "source", None)
+    if shares not in (1, groups.layout.dp):
+        raise ValueError(
+            f"the Shard of the data iterator deals samples out to {shares} ranks, but {groups.layout.dp} data-parallel "
+            f"ranks read them; give it num_ranks={groups.layout.dp} and the data-parallel rank"
+        )
 
 
 def check_state(state: Any, version: int, counts: tuple[str, ...]) -> None:

@@ -298,9 +298,21 @@ class ItemCursor:
         except (TypeError, ValueError) as error:
             raise StateMismatchError(f"saved state: {error}") from error
         load = getattr(self.source, "load_state_dict", None)
-        if load is not None and data is not None:
+        if load is None:
+            self._check_stands_at(data)
+        elif data is not None:
             load(copy.deepcopy(data))  # some iterators keep what they are given, and go on changing it
         self.start(begin, begin if data is None and self.source is not None else data_at, data)
+
+    def _check_stands_at(self, data: Any) -> None:
+        """Refuse a torchdata iterator that counts other items than the state it should have been loaded from."""
+        counts = [s.get("num_yielded") if isinstance(s, Mapping) else None for s in (self._source_state(), data)]
+        if None not in counts and counts[0] != counts[1]:
+            raise StateMismatchError(
+                f"saved state: it was taken at item {counts[1]} of the data iterator, which stands at its item "
+                f"{counts[0]}; load its part 'data' into the iterator's loader before iter(), or give an iterator "
+                "of tdp_megatron.nodes.Loader, which is taken there"
+            )
 
     def release(self, data_at: int) -> None:
         """Let go of the source and of what was read ahead, but for the state that goes with ``data_at``."""

@@ -17,46 +17,30 @@ from tdp_megatron.distributed.exchange import digest_of
 from tdp_megatron.errors import ExchangeError
 from tdp_megatron.loops.ahead import Ahead
 from tdp_megatron.loops.bundle import StepBundle
-from tdp_megatron.loops.checks import check_goes_on, check_reader, check_state, different_content, naming_the_longest
+from tdp_megatron.loops.checks import (
+    SAME_PLACE,
+    check_goes_on,
+    check_handed,
+    check_moves,
+    check_reader,
+    check_state,
+    different_content,
+    naming_the_longest,
+)
 from tdp_megatron.loops.config import LoopConfig
 from tdp_megatron.loops.cursor import ItemCursor, LeftOutItems
 from tdp_megatron.loops.groups import LoopGroups
 from tdp_megatron.loops.loop_stats import LoopStats
+from tdp_megatron.loops.loop_step import LoopStep
 from tdp_megatron.loops.microbatch import LocalSamples, read_microbatches
 from tdp_megatron.ops import build_pack_table, packed_batches
 from tdp_megatron.schedule import Limits, Plan, schedule, validate
-from tdp_megatron.types import Int64Array, PackedBatch
+from tdp_megatron.types import Int64Array
 
-__all__ = ["MOVED", "LoopStep", "PackingSession", "settle_all"]
+__all__ = ["PackingSession", "settle_all"]
 
 _OK, _END, _FAILED = b"O", b"S", b"E"
-MOVED = "all ranks must call skip_to, skip and load_state_dict alike; one that was handed its data has not"
-_SAME_PLACE = "give all ranks the same num_microbatches, consumed_samples, skip_samples, skip_to and skip"
 _CLOSED = "this packing session was closed; give a new data iterator, and load its state_dict to go on there"
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class LoopStep:
-    """One global batch on this rank."""
-
-    batches: tuple[PackedBatch, ...]
-    """Packed microbatches in execution order; without tokens on a middle pipeline stage."""
-    has_tokens: bool
-    """Whether this pipeline stage got tokens and labels."""
-    seqlen_sum: int
-    """Sum of real lengths over the global batch, tokens."""
-    seqlen_squared_sum: int
-    """Sum of their squares."""
-    number: int
-    """Number of the step."""
-    plan: Plan
-    """Who runs what, the same on every rank."""
-    refs: Int64Array
-    """int64 [N, 2], (dp_rank that read the sample, its number there) of each sample of the plan."""
-    consumed_samples: int
-    """Number of the item behind the step."""
-    data_at: int
-    """Number of the item at which the data iterators stand in the state for there."""
 
 
 def settle_all(groups: LoopGroups) -> None:
@@ -189,8 +173,9 @@ class PackingSession:
         if failure is not None:
             raise failure.cause if isinstance(failure, _ToldStagesError) else failure
         assert bundle is not None
-        if bundle.place[2] != self.moves:
-            raise ExchangeError(f"step {self._step}: {MOVED}")
+        check_moves(self._step, bundle.place[2], self.moves)
+        if not groups.reads:
+            check_handed(self._step, bundle.place[0], self._cursor.end_of(num_microbatches * groups.layout.dp), groups)
         with self._stats.made.working():
             step = self._finish(bundle)
             self._stats.count(step.plan, sum(batch.num_tokens for batch in step.batches))
@@ -262,7 +247,7 @@ class PackingSession:
             raise _ToldStagesError(self._stage_failure(pp, kinds, error, what))
         if rows[0, 1] != rows[-1, 1]:
             message = "the first and the last pipeline stage read different samples"
-            raise _ToldStagesError(ExchangeError(f"step {self._step}: {message}; {_SAME_PLACE}"))
+            raise _ToldStagesError(ExchangeError(f"step {self._step}: {message}; {SAME_PLACE}"))
         if rows[0, 2] != rows[-1, 2]:
             raise _ToldStagesError(different_content(self._step, self._exchange))
         if pp.size > 2:

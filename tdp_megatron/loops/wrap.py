@@ -13,12 +13,13 @@ import torch.distributed as dist
 from tdp_megatron.distributed.collectives import all_gather_rows
 from tdp_megatron.distributed.scatter_back import PlacedOutputs
 from tdp_megatron.errors import ExchangeError
-from tdp_megatron.loops.checks import check_reader
+from tdp_megatron.loops.checks import MOVED, check_reader, check_share
 from tdp_megatron.loops.config import LoopConfig
 from tdp_megatron.loops.cursor import ItemCursor
 from tdp_megatron.loops.groups import LoopGroups, membership
+from tdp_megatron.loops.loop_step import LoopStep
 from tdp_megatron.loops.scatter_back import readers_of, scatter_back
-from tdp_megatron.loops.session import MOVED, LoopStep, PackingSession, settle_all
+from tdp_megatron.loops.session import PackingSession, settle_all
 from tdp_megatron.types import Int64Array, PackedBatch
 
 __all__ = ["PackedIterator", "get_batch_on_this_rank_for_sequence_packing", "packing_session", "wrap_data_iterator"]
@@ -103,7 +104,7 @@ def packing_session(data_iterator: Any, config: Any, pg_collection: Any = None) 
         pg_collection: as for ``wrap_data_iterator``.
 
     Raises:
-        ValueError, TypeError: a rank that reads has no data iterator, or what is none.
+        ValueError, TypeError: a rank that reads has no data iterator, or what is none, or a Shard for other ranks.
         ExchangeError: that has happened on the rank whose data this one receives, or a rank is gone or late.
     """
     if isinstance(data_iterator, PackingSession):
@@ -121,6 +122,7 @@ def packing_session(data_iterator: Any, config: Any, pg_collection: Any = None) 
         number = next((i for i, s in enumerate(groups.sessions) if s.reads(source)), number)
         try:
             check_reader(source, groups)
+            check_share(source, groups)
         except (TypeError, ValueError) as error:
             number, problem = _NONE, error
     moves = sum(session.moves for session in groups.sessions)
