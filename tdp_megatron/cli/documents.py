@@ -125,6 +125,8 @@ class DocumentEncoder:
                 yield [text]
 
     def _lines(self, batch: LineBatch) -> Iterator[list[str] | BadDocument]:
+        if batch.error:
+            yield BadDocument("unreadable_file", batch.error)
         start = 0
         number = batch.first_line - 1
         while start < len(batch.data):

@@ -48,6 +48,8 @@ class LineBatch:
     """Whether the last line is the file's last."""
     disk_bytes: int
     """How far this batch moves the reading of the input, bytes on disk."""
+    error: str = ""
+    """Why the rest of the file cannot be read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,10 +141,18 @@ def _line_batches(file: InputFile, batch_bytes: int) -> Iterator[LineBatch]:
     line, byte = 1, 0
     disk = disk_given = 0
     at_start = True
-    for block, disk in _blocks(file.path, batch_bytes):
+    error = ""
+    for block, disk in _until_error(file.path, batch_bytes):
+        if isinstance(block, FormatError):
+            error = str(block)
+            break
         if at_start:
             at_start = False
-            block, byte = _without_bom(file.path, block)
+            try:
+                block, byte = _without_bom(file.path, block)
+            except FormatError as failure:
+                error = str(failure)
+                break
         # Parts without a newline are only kept, so that one huge line costs no quadratic copying.
         cut = block.rfind(b"\n") + 1
         if not cut:
@@ -155,8 +165,18 @@ def _line_batches(file: InputFile, batch_bytes: int) -> Iterator[LineBatch]:
         line += data.count(b"\n")
         byte += len(data)
         parts, waiting = ([block[cut:]], len(block) - cut) if cut < len(block) else ([], 0)
-    if waiting:
-        yield LineBatch(file.path, line, byte, b"".join(parts), True, disk - disk_given)
+    if waiting or error:
+        yield LineBatch(file.path, line, byte, b"".join(parts), True, disk - disk_given, error)
+
+
+def _until_error(path: str, size: int) -> Iterator[tuple[bytes | FormatError, int]]:
+    """The blocks of a file, and what ends it early in place of the rest."""
+    disk = 0
+    try:
+        for block, disk in _blocks(path, size):
+            yield block, disk
+    except FormatError as error:
+        yield error, disk
 
 
 def _without_bom(path: str, data: bytes) -> tuple[bytes, int]:
@@ -206,17 +226,25 @@ def _raw_blocks(path: str, size: int) -> Iterator[tuple[bytes, int]]:
 def _gzip_blocks(path: str, file: IO[bytes], size: int) -> Iterator[tuple[bytes, int]]:
     done = 0
     with gzip.GzipFile(fileobj=file) as stream:
-        while True:
+        failure: Exception | None = None
+        while failure is None:
+            parts: list[bytes] = []
+            waiting = 0
             try:
-                block = stream.read(size)
-            except EOFError as error:
-                raise FormatError(f"{path}: the gzip file is cut after {done} decompressed bytes") from error
-            except (gzip.BadGzipFile, zlib.error) as error:
-                raise FormatError(f"{path}: damaged gzip data after {done} decompressed bytes: {error}") from error
-            if not block:
+                # In small pieces: one that fails takes what was read before with it.
+                while waiting < size and (part := stream.read1(size - waiting)):
+                    parts.append(part)
+                    waiting += len(part)
+            except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+                failure = error
+            done += waiting
+            if waiting:
+                yield b"".join(parts), file.tell()
+            if waiting < size and failure is None:
                 return
-            done += len(block)
-            yield block, file.tell()
+    if isinstance(failure, EOFError):
+        raise FormatError(f"{path}: the gzip file is cut after {done} decompressed bytes") from failure
+    raise FormatError(f"{path}: damaged gzip data after {done} decompressed bytes: {failure}") from failure
 
 
 def _zstd_blocks(path: str, file: IO[bytes], size: int) -> Iterator[tuple[bytes, int]]:

@@ -10,6 +10,7 @@ import contextlib
 import multiprocessing
 import signal
 from collections.abc import Callable, Iterable, Iterator
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from types import TracebackType
@@ -118,6 +119,8 @@ class OrderedPool(Generic[T, R]):
 
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
+        # The first start would make it, and unblock what is blocked below.
+        resource_tracker.ensure_running()
         # Blocked while the processes start, and so in them: they would print tracebacks for a Ctrl-C otherwise.
         with _blocked(signal.SIGINT):
             for _ in range(self._num_workers):

@@ -113,7 +113,7 @@ def test_a_line_bad_in_one_key_is_bad_in_all(tmp_path: Path) -> None:
         (
             "a.jsonl.gz",
             gzip.compress(GOOD, mtime=0) + b"junk",
-            "damaged gzip data after 0 decompressed bytes: Not a gzipped",
+            "damaged gzip data after 17 decompressed bytes: Not a gzipped",
         ),
         ("a.jsonl.zst", b"", "no documents"),
         ("a.jsonl.zst", GOOD, "damaged zstd data after 0 decompressed bytes"),
@@ -204,3 +204,40 @@ def test_folder_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFix
     # /proc refuses new files to everybody, root included.
     assert main(["preprocess", "--input", str(tmp_path / "a.jsonl"), "--output-prefix", "/proc/self/x", "--quiet"]) == 1
     assert "/proc/self/x_text_document.bin" in capsys.readouterr().err
+
+
+def _numbered(first: int, count: int) -> bytes:
+    return b"".join(b'{"text": "%d %s"}\n' % (i, b"x" * (i % 97)) for i in range(first, first + count))
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("b.jsonl.gz", gzip.compress(_numbered(0, 9000), mtime=0)[:-9], "the gzip file is cut after"),
+        ("b.jsonl.gz", gzip.compress(_numbered(0, 9000), mtime=0)[:-90], "the gzip file is cut after"),
+        ("b.jsonl.gz", gzip.compress(_numbered(0, 9000), mtime=0) + b"junk", "damaged gzip data after"),
+        ("b.jsonl.zst", zstandard.compress(_numbered(0, 9000))[:-90], "the zstd file is cut after"),
+        ("b.jsonl.gz", b"no gzip", "damaged gzip data after 0"),
+        ("b.jsonl", b"\xff\xfe{\0}\0", "the file is UTF-16"),
+    ],
+)
+def test_a_cut_file_is_counted_and_keeps_its_lines(
+    tmp_path: Path, workers: str, name: str, content: bytes, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    (folder / "a.jsonl").write_bytes(_numbered(0, 10))
+    (folder / name).write_bytes(content)
+    (folder / "c.jsonl").write_bytes(_numbered(0, 20))
+    assert run(tmp_path, folder, "--skip-bad-lines", "--workers", workers) == 0
+    err = capsys.readouterr().err
+    assert "unreadable_file 1" in err
+    assert re.search(f"{name}: .*{message}|{message}", err)
+    dataset = IndexedDataset(tmp_path / "out" / "x_text_document")
+    numbers = [int(bytes(document.astype("uint8")).split()[0]) for document in dataset]
+    middle = len(numbers) - 30
+    assert numbers == [*range(10), *range(middle), *range(20)]
+    assert (middle > 6000) == (len(content) > 100)
+    assert run(tmp_path, folder, "--workers", workers) == 1
+    assert message in capsys.readouterr().err

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing import resource_tracker
 from pathlib import Path
 
 import pytest
@@ -85,6 +86,24 @@ def test_interrupt_of_the_whole_terminal(run: Run) -> None:
     os.killpg(run.process.pid, signal.SIGINT)
     assert run.end() == (130, "tdp: interrupted\n")
     assert os.listdir(run.out) == []
+
+
+def test_workers_do_not_answer_an_interrupt_while_they_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What starts multiprocessing's resource tracker unblocks the signal behind its back."""
+    blocked: list[bool] = []
+    start = multiprocessing.get_context("spawn").Process.start
+
+    def started(process: multiprocessing.process.BaseProcess) -> None:
+        start(process)  # type: ignore[arg-type]
+        status = Path(f"/proc/{process.pid}/status").read_text()
+        mask = int(status.split("\nSigBlk:\t")[1].split("\n")[0], 16)
+        blocked.append(bool(mask >> (signal.SIGINT - 1) & 1))
+
+    monkeypatch.setattr(multiprocessing.get_context("spawn").Process, "start", started)
+    resource_tracker._resource_tracker._stop()  # as in a fresh process
+    with OrderedPool(len, 2) as pool:
+        assert list(pool.map(["a", "bc"])) == [1, 2]
+    assert blocked == [True, True]
 
 
 def test_terminate(run: Run) -> None:
