@@ -23,7 +23,7 @@ or repeated. Ends with a table, also written to OUTPUT/summary.json.
   --tokenizer FILE        a tokenizer.json (default: trained on the corpus)
   --global-batch-size N   samples per step (default: 32)
   --max-seqlen N          longer documents are split, tokens (default: 512)
-  --algorithm NAME        packing algorithm (default: lpt)
+  --algorithm NAME        packing algorithm, auto or one of those in docs/scheduler.md (default: lpt)
   --reroute plan|exchange how samples reach their ranks (default: plan)
   --device auto|cpu|cuda  (default: auto)
   --live                  keep tables of what the data nodes do on the screen (in a terminal)
@@ -43,6 +43,7 @@ wrong() {
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 world_size='' dp='' cp='' steps=30 resume_dp='' resume_cp='' resume_steps=10
 data=() weights='' tokenizer='' global_batch_size=32 max_seqlen=512
+algorithms='auto balanced_hybrid_cp best_fit buddy default_dynamic_cp dp_balanced kk lpt stream waves'
 algorithm=lpt reroute=plan device=auto output=$root/out/quickstart live=()
 
 absolute() {
@@ -95,7 +96,7 @@ while (($#)); do
             device=$2
             ;;
         --algorithm)
-            [[ -n ${2-} ]] || wrong "--algorithm needs a name"
+            [[ ${2-} =~ ^[a-z_]+$ && " $algorithms " == *" $2 "* ]] || wrong "--algorithm is one of ${algorithms// /, }; got '${2-}'"
             algorithm=$2
             ;;
         --output)

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tdp_megatron.schedule import algorithms
+
 LAUNCH = Path(__file__).parents[2] / "launch"
 
 
@@ -52,6 +54,9 @@ def test_quickstart_help_names_every_option(tmp_path: Path) -> None:
         (["--weights", "0.5 -0.5"], "--weights: '-0.5' is no number from 0 up"),
         (["--weights", "nan 1"], "--weights: 'nan' is no number from 0 up"),
         (["--reroute", "magic"], "--reroute is plan or exchange, got 'magic'"),
+        (["--algorithm", "foo"], f"--algorithm is one of {', '.join(['auto', *algorithms()])}; got 'foo'"),
+        (["--algorithm", "kk lpt"], "got 'kk lpt'"),
+        (["--algorithm", ""], "got ''"),
     ],
 )
 def test_quickstart_refuses_wrong_options(words: list[str], message: str, tmp_path: Path) -> None:
