@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import datetime
 import json
 import os
 import platform
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
@@ -17,9 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import tdp_megatron
+from tdp_megatron.cli.output import check_outputs, write_file
 from tdp_megatron.errors import TdpError
-from tdp_megatron.indexed.atomic import TemporaryOutput
-from tdp_megatron.indexed.paths import fsync_folder
 
 __all__ = ["add_arguments", "find_benchmarks", "run"]
 
@@ -84,12 +85,14 @@ def run(args: argparse.Namespace) -> int:
     unknown = [name for name in args.names if name not in known]
     if unknown:
         raise ValueError(f"no benchmark {unknown[0]!r}; there are {', '.join(known)}")
+    check_outputs(args.json, args.markdown)
     outcomes = [_run(name, known[name], args.smoke) for name in args.names or known]
     if args.json:
         results = {outcome.name: outcome.result for outcome in outcomes}
-        _write(args.json, json.dumps({"date": _today(), "smoke": args.smoke, "results": results}, indent=1) + "\n")
+        text = json.dumps({"date": _today(), "smoke": args.smoke, "results": results}, indent=1) + "\n"
+        write_file(args.json, text.encode())
     if args.markdown:
-        _write(args.markdown, _page(outcomes, args.smoke))
+        write_file(args.markdown, _page(outcomes, args.smoke).encode())
     failed = [f"{outcome.name} (exit code {outcome.code})" for outcome in outcomes if outcome.code]
     if failed:
         raise TdpError(f"{len(failed)} of {len(outcomes)} benchmarks failed: {', '.join(failed)}; see their output")
@@ -98,13 +101,19 @@ def run(args: argparse.Namespace) -> int:
 
 def _run(name: str, script: Path, smoke: bool) -> _Outcome:
     description = ast.get_docstring(ast.parse(script.read_text())) or ""
-    with tempfile.TemporaryDirectory(prefix="tdp-bench-") as folder:
+    with tempfile.TemporaryDirectory(prefix="tdp-bench-", ignore_cleanup_errors=True) as folder:
         result = Path(folder) / "result.json"
         options = ["--smoke"] if smoke else []
         print(f"== {name}", flush=True)
         lines = []
         with subprocess.Popen(
-            [sys.executable, str(script), *options, "--json", str(result)], stdout=subprocess.PIPE, text=True
+            [sys.executable, str(script), *options, "--json", str(result)],
+            stdout=subprocess.PIPE,
+            text=True,
+            # Ctrl-C reaches this process alone, which ends the script and all its processes; what they leave is in the
+            # folder.
+            start_new_session=True,
+            env={**os.environ, "TMPDIR": folder},
         ) as process:
             assert process.stdout is not None
             try:
@@ -113,7 +122,8 @@ def _run(name: str, script: Path, smoke: bool) -> _Outcome:
                     lines.append(line)
                 code = process.wait()
             finally:
-                process.kill()
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
         content = json.loads(result.read_text()) if result.exists() else None
     command = shlex.join(["python", f"benchmarks/{script.name}", *options])
     return _Outcome(name, description, command, "".join(lines), code, content)
@@ -155,14 +165,3 @@ def _machine() -> str:
 
 def _today() -> str:
     return datetime.datetime.now(datetime.timezone.utc).date().isoformat()
-
-
-def _write(path: str, text: str) -> None:
-    output = TemporaryOutput(path)
-    try:
-        output.file.write(text.encode())
-        output.sync()
-        output.rename()
-        fsync_folder(path)
-    finally:
-        output.discard()

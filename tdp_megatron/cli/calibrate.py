@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 import tdp_megatron
-from tdp_megatron.cli.output import write_file
+from tdp_megatron.cli.output import check_outputs, write_file
 from tdp_megatron.errors import FormatError, TdpError
 from tdp_megatron.schedule import CostModel, fit_cost
 
@@ -58,6 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run ``tdp calibrate``."""
+    check_outputs(args.output)
     if args.measurements is not None:
         if args.smoke:
             raise ValueError("--measurements and --smoke exclude each other: nothing is measured with the former")

@@ -7,8 +7,9 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from tdp_megatron.datasets.blend import Blend, blend_from_list
+from tdp_megatron.datasets.blend import Blend, blend_from_list, check_weights
 from tdp_megatron.errors import FormatError
+from tdp_megatron.indexed import IndexedDataset
 
 __all__ = ["add_data_arguments", "blends_of", "read_sequences_per_dataset", "unique_prefixes"]
 
@@ -39,7 +40,7 @@ def blends_of(args: argparse.Namespace) -> tuple[Blend | None, list[Blend | None
 
     Raises:
         FormatError: a file is not what it should be.
-        ValueError: no form or several, or a list that mixes weights and prefixes.
+        ValueError: no form or several, a list that mixes weights and prefixes, or weights that are none.
     """
     own = [getattr(args, f"{split}_data_path") for split in _SPLITS]
     forms = {
@@ -53,12 +54,37 @@ def blends_of(args: argparse.Namespace) -> tuple[Blend | None, list[Blend | None
         found = f"{' and '.join(given)} exclude each other" if given else "no data is given"
         raise ValueError(f"{found}; give one of {', '.join(forms)}")
     if args.data_path is not None:
-        return blend_from_list(args.data_path), None
+        return _blend(args.data_path), None
     if args.data_args_path is not None:
         return _from_file(args.data_args_path), None
     if args.per_split_data_args_path is not None:
         own = _per_split_file(args.per_split_data_args_path)
-    return None, [blend_from_list(items) for items in own]
+    return None, [_blend(items) for items in own]
+
+
+def _blend(items: Sequence[str] | None) -> Blend | None:
+    """A list's prefixes and weights, the latter looked at before a file is opened."""
+    blend = blend_from_list(items)
+    if blend is None:
+        return None
+    prefixes, weights = blend
+    if weights is not None:
+        check_weights(weights, prefixes)
+    elif items is not None and any(_is_number(prefix) and not IndexedDataset.exists(prefix) for prefix in prefixes):
+        number = next(prefix for prefix in prefixes if _is_number(prefix))
+        raise ValueError(
+            f"the list {' '.join(items)!r} has {len(items)} items, of which {number!r} is a weight: give a weight "
+            "before every prefix, or none at all"
+        )
+    return blend
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _from_file(path: str) -> Blend | None:
@@ -66,7 +92,7 @@ def _from_file(path: str) -> Blend | None:
         items = file.read().split()
     if not items:
         raise FormatError(f"{path}: is empty; it should hold prefixes, or weights and prefixes in turn")
-    return blend_from_list(items)
+    return _blend(items)
 
 
 def _per_split_file(path: str) -> list[list[str] | None]:

@@ -12,6 +12,7 @@ from types import FrameType
 from typing import NoReturn
 
 import tdp_megatron
+from tdp_megatron.cli.messages import message_of
 from tdp_megatron.errors import TdpError
 
 __all__ = ["COMMANDS", "main"]
@@ -87,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_DATA_ERROR
     except (TdpError, OSError) as error:
-        print(f"tdp: error: {error}", file=sys.stderr)
+        print(f"tdp: error: {message_of(error)}", file=sys.stderr)
         return EXIT_DATA_ERROR
     except (ValueError, NotImplementedError) as error:
         print(f"tdp: error: {error}", file=sys.stderr)

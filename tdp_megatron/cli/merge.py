@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 
+from tdp_megatron.cli.output import check_outputs
 from tdp_megatron.errors import FormatError
 from tdp_megatron.indexed import IndexedDataset, IndexedDatasetBuilder, get_bin_path, get_idx_path
 
@@ -14,7 +15,12 @@ __all__ = ["add_arguments", "find_prefixes", "run"]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``tdp merge``."""
     parser.add_argument("--input", required=True, metavar="DIR", help="folder whose pairs are merged, in order of name")
-    parser.add_argument("--output-prefix", required=True, metavar="PREFIX", help="writes PREFIX.bin and PREFIX.idx")
+    parser.add_argument(
+        "--output-prefix",
+        required=True,
+        metavar="PREFIX",
+        help="writes PREFIX.bin and PREFIX.idx; not in DIR, where the next merge would take the result for an input",
+    )
     parser.add_argument("--multimodal", action="store_true", help="the indices have a mode per sequence")
 
 
@@ -23,10 +29,16 @@ def run(args: argparse.Namespace) -> int:
     output = args.output_prefix
     if not os.path.basename(output):
         raise ValueError(f"--output-prefix {output!r} ends in a folder; add the start of a file name")
+    if not os.path.isdir(args.input):
+        what = "is no folder" if os.path.exists(args.input) else "does not exist"
+        raise NotADirectoryError(f"--input {args.input} {what}; give the folder that holds the pairs")
     prefixes = find_prefixes(args.input)
-    same = [prefix for prefix in prefixes if os.path.realpath(prefix) == os.path.realpath(output)]
-    if same:
-        raise ValueError(f"{output} is one of the pairs to merge; write the result to another folder")
+    if os.path.realpath(os.path.dirname(output) or ".") == os.path.realpath(args.input):
+        raise ValueError(
+            f"--output-prefix {output} lies in the folder to merge, whose next merge would count its documents twice; "
+            "write the result to another folder"
+        )
+    check_outputs(get_bin_path(output), get_idx_path(output))
     # Not kept open: there may be thousands.
     dtypes = {prefix: IndexedDataset(prefix, multimodal=args.multimodal).dtype for prefix in prefixes}
     first = prefixes[0]

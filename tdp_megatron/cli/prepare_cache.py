@@ -10,6 +10,7 @@ from tdp_megatron.cli.data_arguments import add_data_arguments, blends_of, read_
 from tdp_megatron.cli.progress_bar import ProgressBar
 from tdp_megatron.cli.target_sizes import data_parallel_size, global_batch_size, target_sizes
 from tdp_megatron.cli.tokenizer_arguments import add_tokenizer_arguments, tokenizer_spec_of
+from tdp_megatron.errors import CacheError
 
 __all__ = ["add_arguments", "run"]
 
@@ -116,9 +117,15 @@ def run(args: argparse.Namespace) -> int:
         if getattr(args, name):
             print(f"--{name.replace('_', '-')} has no effect: these caches are being written")
     from tdp_megatron.datasets import BlendedMegatronDatasetBuilder, GPTDataset
+    from tdp_megatron.datasets.cache_writer import UNWRITABLE_REMEDY
 
-    with ProgressBar("prefixes") as bar:
-        built = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config, progress=bar).build()
+    try:
+        with ProgressBar("prefixes") as bar:
+            built = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config, progress=bar).build()
+    except CacheError as error:
+        # Of the library's settings, which have other names here.
+        remedy = "Give --data-cache-path a folder with room that this process may write"
+        raise CacheError(str(error).replace(UNWRITABLE_REMEDY, remedy)) from error
     for split, dataset in zip(("train", "valid", "test"), built, strict=True):
         print(f"{f'built samples {split}':20} {_length(dataset)}")
     return 0

@@ -15,6 +15,7 @@ import numpy as np
 
 from tdp_megatron.cli.documents import MAX_BAD_EXAMPLES, DocumentEncoder, EncodedBatch
 from tdp_megatron.cli.inputs import InputFile, find_inputs, iter_batches
+from tdp_megatron.cli.output import check_outputs
 from tdp_megatron.cli.workers import OrderedPool
 from tdp_megatron.errors import FormatError
 from tdp_megatron.indexed import DType, IndexedDatasetBuilder, get_bin_path, get_idx_path
@@ -72,7 +73,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=_DTYPES, default="auto", help="auto: uint16 below 65500 ids, else int32")
     bad = parser.add_mutually_exclusive_group()
     bad.add_argument(
-        "--on-error", choices=("raise", "skip"), default="raise", help="what to do with a bad line or file (raise)"
+        "--on-error",
+        choices=("raise", "skip"),
+        default="raise",
+        help="what to do with a bad line or file (raise); skip counts and names it, and keeps the whole lines of a cut "
+        "file",
     )
     bad.add_argument("--skip-bad-lines", dest="on_error", action="store_const", const="skip", help="--on-error skip")
     parser.add_argument("--quiet", action="store_true", help="no progress bar and no summary")
@@ -165,6 +170,7 @@ def preprocess(
     except (FileExistsError, NotADirectoryError):
         raise NotADirectoryError(f"--output-prefix {output_prefix}: {folder} is a file or lies in one") from None
 
+    check_outputs(*own)
     stats = PreprocessStats()
     with contextlib.ExitStack() as stack:
         builders = {
@@ -190,7 +196,7 @@ def preprocess(
 
 def _count(stats: PreprocessStats, result: EncodedBatch, skip_bad: bool) -> None:
     if result.bad and not skip_bad:
-        raise FormatError(f"{result.bad_examples[0]} (--skip-bad-lines leaves such lines out)")
+        raise FormatError(f"{result.bad_examples[0]} (--skip-bad-lines leaves it out)")
     stats.skipped += result.bad
     stats.examples = [*stats.examples, *result.bad_examples][:MAX_BAD_EXAMPLES]
     stats.documents += result.documents

@@ -7,10 +7,10 @@ import json
 import sys
 
 from tdp_megatron.cli.data_arguments import add_data_arguments, blends_of, unique_prefixes
+from tdp_megatron.cli.messages import message_of
+from tdp_megatron.cli.output import check_outputs, write_file
 from tdp_megatron.errors import TdpError
 from tdp_megatron.indexed import DType, IndexedDataset, ObjectStorageConfig, is_object_storage_path
-from tdp_megatron.indexed.atomic import TemporaryOutput
-from tdp_megatron.indexed.paths import fsync_folder
 
 __all__ = ["add_arguments", "entry_of", "open_prefix", "run"]
 
@@ -37,23 +37,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run ``tdp sequences``: every bad file is told, and nothing written if there is one."""
     prefixes = unique_prefixes(*blends_of(args))
+    check_outputs(args.per_dataset_sequences_path)
     entries: dict[str, list[int]] = {}
     for prefix in prefixes:
         try:
             dataset = open_prefix(prefix, args.multimodal, args.object_storage_cache_path)
         except (TdpError, OSError) as error:
-            print(f"tdp: error: {error}", file=sys.stderr)
+            print(f"tdp: error: {message_of(error)}", file=sys.stderr)
             continue
         entries[prefix] = entry_of(dataset, args.with_sizes)
     if len(entries) < len(prefixes):
         print(f"tdp: error: {len(prefixes) - len(entries)} bad files, nothing was written", file=sys.stderr)
         return 1
     path = args.per_dataset_sequences_path
-    output = TemporaryOutput(path)
-    output.file.write(json.dumps(entries).encode())
-    output.sync()
-    output.rename()
-    fsync_folder(path)
+    write_file(path, json.dumps(entries).encode())
     print(f"{path}: {len(entries)} prefixes, {sum(entry[0] for entry in entries.values())} sequences")
     return 0
 

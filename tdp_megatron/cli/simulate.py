@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from tdp_megatron.cli.output import write_file
+from tdp_megatron.cli.output import check_outputs, write_file
+from tdp_megatron.cli.progress_bar import ProgressBar
 from tdp_megatron.cli.seqlens import draw_global_batch
 from tdp_megatron.cli.simulate_arguments import add_arguments, algorithms_of, cost_of, layout_of
 from tdp_megatron.cli.timeline import Timeline, chrome_trace
@@ -42,6 +43,10 @@ _HEADER = (
     "plan ms",
 )
 _WIDTH_WITHOUT_TERMINAL = 160
+#: Beyond these a simulation takes minutes.
+_MOST_RANKS = 1 << 16
+_MOST_SEQUENCES = 1_000_000
+_MOST_TOKENS = 1 << 32
 
 
 def run(args: argparse.Namespace) -> int:
@@ -54,6 +59,9 @@ def run(args: argparse.Namespace) -> int:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
     if args.seed < 0:
         raise ValueError(f"--seed must not be negative, got {args.seed}")
+    names = algorithms_of(args.algorithms, mode)
+    check_outputs(args.trace, args.png, args.html)
+    _check_size(args, layout)
     fits = max(pack_token_cap(layout, k) for k in layout.cp_sizes)
     seqlens, cut = draw_global_batch(
         args.lengths,
@@ -64,9 +72,12 @@ def run(args: argparse.Namespace) -> int:
         seed=args.seed,
         column=args.column,
     )
-    names = algorithms_of(args.algorithms, mode)
     limits = Limits(microbatches_multiple=args.microbatches_multiple, max_sequences_per_microbatch=args.max_sequences)
-    results = compare(seqlens, layout, cost, mode, names, **asdict(limits))
+    results: list[Compared] = []
+    with ProgressBar("algorithms") as bar:
+        for name in names:
+            bar(len(results), len(names))
+            results += compare(seqlens, layout, cost, mode, [name], **asdict(limits))
     drawn = _drawn(args.draw, results, wanted=bool(args.trace or args.png or args.html))
     summary = _summary(args.lengths, seqlens, cut, layout, cost_name, cost, mode)
     title = f"{args.lengths}: dp {layout.dp} x cp {layout.cp}, {args.mode}, {cost_name}"
@@ -76,6 +87,28 @@ def run(args: argparse.Namespace) -> int:
     else:
         _print(title, summary, results, written)
     return 0 if any(result.simulation is not None for result in results) else 1
+
+
+def _check_size(args: argparse.Namespace, layout: ParallelLayout) -> None:
+    """Refuse what would take longer than anybody waits.
+
+    Raises:
+        ValueError: too many ranks or sequences.
+    """
+    if layout.num_ranks > _MOST_RANKS:
+        raise ValueError(f"dp x cp is {layout.num_ranks} ranks, {_MOST_RANKS} can be simulated; lower --dp or --cp")
+    if args.global_batch_size is not None and args.global_batch_size > _MOST_SEQUENCES:
+        raise ValueError(
+            f"--global-batch-size {args.global_batch_size} is more than the {_MOST_SEQUENCES} sequences that are "
+            "simulated at most; lower it"
+        )
+    tokens = layout.num_ranks * layout.tokens_per_rank_limit * _MICROBATCHES_PER_RANK
+    if args.global_batch_size is None and tokens > _MOST_TOKENS:
+        raise ValueError(
+            f"{layout.num_ranks} ranks of {layout.tokens_per_rank_limit} tokens make a global batch of {tokens} tokens "
+            f"by default, at most {_MOST_TOKENS} are drawn; give --global-batch-size, or lower --dp, --cp or "
+            "--max-seqlen-per-rank"
+        )
 
 
 def _drawn(text: str | None, results: Sequence[Compared], wanted: bool) -> list[tuple[str, Simulation]]:

@@ -6,6 +6,7 @@ import argparse
 import sys
 
 from tdp_megatron.cli.data_arguments import read_sequences_per_dataset
+from tdp_megatron.cli.messages import message_of
 from tdp_megatron.errors import FormatError, TdpError
 from tdp_megatron.indexed import verify
 
@@ -39,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
             report = verify(prefix, args.vocab_size, args.multimodal, manifest)
         except (TdpError, OSError) as error:
             failed += 1
-            print(f"tdp: error: {error}", file=sys.stderr)
+            print(f"tdp: error: {message_of(error)}", file=sys.stderr)
             continue
         print(
             f"{report.path_prefix}: ok, {report.documents} documents ({report.empty_documents} empty), "

@@ -22,7 +22,7 @@ from tdp_megatron.errors import CacheError
 from tdp_megatron.indexed.atomic import temporary_names
 from tdp_megatron.indexed.paths import fsync_folder
 
-__all__ = ["CacheWriter", "current_writer", "grouped_writes", "unwritable", "write_beside"]
+__all__ = ["UNWRITABLE_REMEDY", "CacheWriter", "current_writer", "grouped_writes", "unwritable", "write_beside"]
 
 # What waits for a commit is what a crash loses, what others wait for, and a descriptor each.
 _MOST_CACHES = 64
@@ -33,6 +33,10 @@ _LONGEST_S = 2.0
 _WRITE_BYTES = 64 << 20
 
 _DESCRIPTION = "description.txt"
+
+UNWRITABLE_REMEDY = (
+    "Set path_to_cache to a folder with room that this process may write, or to '' for indices without a cache"
+)
 
 
 @dataclass(slots=True)
@@ -213,10 +217,7 @@ def grouped_writes() -> Iterator[CacheWriter]:
 
 def unwritable(what: str, error: OSError) -> CacheError:
     """The error for caches that cannot be written."""
-    return CacheError(
-        f"cannot keep the index cache {what}: {error}. Set path_to_cache to a folder with room that this process may "
-        "write, or to '' for indices without a cache"
-    )
+    return CacheError(f"cannot keep the index cache {what}: {error}. {UNWRITABLE_REMEDY}")
 
 
 def write_beside(key: CacheKey, manifest: bytes) -> None:

@@ -106,7 +106,8 @@ def wrong_bin_size(bin_path: str, found: int, needed: int, header: Header) -> Fo
     """The error for a data file that is not as long as its index says, bytes."""
     return FormatError(
         f"{bin_path}: bin has {found} bytes, index needs {needed} ({header.sequence_count} sequences, "
-        f"{header.dtype.itemsize} bytes per token); the file is cut, or belongs to another index or dtype"
+        f"{header.dtype.itemsize} bytes per token); the file {'is cut' if found < needed else 'is too long'}, or "
+        "belongs to another index or dtype"
     )
 
 
@@ -160,7 +161,7 @@ def _check_size(path: str, size: int, header: Header, multimodal: bool) -> None:
             raise FormatError(f"{path}: byte 26: expected at least 1 document index, found 0")
         return
     if size == (plain if multimodal else plain + n):
-        flag = "multimodal=False" if multimodal else "multimodal=True"
+        flag = "multimodal=False (without --multimodal)" if multimodal else "multimodal=True (--multimodal)"
         has = "has no" if multimodal else "has a"
         raise FormatError(f"{path}: {size} bytes: the index {has} mode per sequence; open it with {flag}")
     raise FormatError(

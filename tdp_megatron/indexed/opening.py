@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import re
 from collections.abc import Callable
@@ -167,4 +168,6 @@ def _identify(path_prefix: str, path: str) -> FileIdentity:
         hint = f"only {there[0]} is there: its writing or copying was interrupted" if there else "nor its partner"
         if path_prefix.endswith((".bin", ".idx")):
             hint = f"path_prefix is given without {path_prefix[-4:]}"
+        elif not there and (longer := sorted(glob.glob(f"{glob.escape(path_prefix)}_*_document.idx"))):
+            hint = f"{longer[0][:-4]} is there"
         raise FileNotFoundError(f"{path} does not exist ({hint})") from None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -44,6 +45,8 @@ class FileIdentity:
         # It may be opened later, or again, when the process works in another folder.
         path = os.path.abspath(path)
         status = os.stat(path if descriptor is None else descriptor)
+        if stat.S_ISDIR(status.st_mode):
+            raise IsADirectoryError(errno.EISDIR, "is a folder, not a file", path)
         return cls(path, status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
 
     def check(self, now: FileIdentity) -> None:

@@ -267,7 +267,10 @@ def test_merge_that_cannot_be(
 def test_merge_into_itself(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(folder / "a", [[[1]]])
     assert merge(folder, folder / ".." / "in" / "a") == 2
-    assert "is one of the pairs to merge" in capsys.readouterr().err
+    assert "lies in the folder to merge" in capsys.readouterr().err
+    assert merge(folder, folder / "merged") == 2  # the next merge would take it for an input
+    assert "write the result to another folder" in capsys.readouterr().err
+    assert sorted(p.name for p in folder.iterdir()) == ["a.bin", "a.idx"]
     assert merge(folder, folder / "missing" / "x") == 1
     assert main(["merge", "--input", str(folder), "--output-prefix", f"{folder}/"]) == 2
     assert merge(folder / "missing", folder / "x") == 1
