@@ -17,6 +17,7 @@ from tdp_megatron.datasets.cache import Arrays, CacheKey, Provenance, load_exist
 from tdp_megatron.datasets.config import BlendedMegatronDatasetConfig
 from tdp_megatron.datasets.gpt import PREPARE_COMMAND
 from tdp_megatron.datasets.megatron_dataset import MegatronDataset, describe
+from tdp_megatron.datasets.memory import require_memory
 
 __all__ = ["BlendedDataset", "exhaustive_blend", "sized_blend"]
 
@@ -143,6 +144,11 @@ class BlendedDataset(torch.utils.data.Dataset[Any]):
         if self.size is None:
             datasets, samples = exhaustive_blend([int(weight) for weight in self.weights])
         else:
+            require_memory(
+                10 * self.size,
+                f"the blend of {len(self.datasets)} datasets for {self.size} samples",
+                "ask for fewer samples (--train-samples or --train-iters)",
+            )
             datasets, samples = sized_blend(self.weights, self.size)
         self._check_draws(self._draws(datasets))
         return {"dataset_index": datasets, "dataset_sample_index": samples}

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tdp_megatron import _C
+from tdp_megatron.datasets.memory import require_memory
 
 __all__ = ["GPTIndices", "build_gpt_indices", "epoch_plan", "needs_int64"]
 
@@ -129,6 +130,21 @@ def _total_and_longest(lengths: npt.NDArray[np.int32], indices: npt.NDArray[np.i
     return total, longest
 
 
+def _require_memory(
+    plan: EpochPlan, num_sequences: int, num_samples: int | None, sequence_length: int, longest: int, name: str
+) -> None:
+    entries = plan.num_epochs * num_sequences
+    row = 2 * (8 if needs_int64(entries, longest) else 4)
+    shuffled = 8 if plan.num_samples >= np.iinfo(np.uint32).max - 1 else 4
+    wanted = "one epoch" if num_samples is None else f"num_samples {num_samples}"
+    require_memory(
+        4 * entries + (row + shuffled) * plan.num_samples,
+        f"{name}: the order of {wanted} of {sequence_length} tokens ({plan.num_epochs} epochs)",
+        "ask for fewer samples (--train-samples or --train-iters), or take GPTSample with order='instant', which "
+        "builds no index",
+    )
+
+
 def needs_int64(num_entries: int, longest: int) -> bool:
     """Whether rows of the sample index, (place in document_index, token offset), need more than int32.
 
@@ -168,7 +184,8 @@ def build_gpt_indices(
         The indices; of length 0 when one epoch is shorter than a sample and ``num_samples`` is None, as in Megatron.
 
     Raises:
-        ValueError: the split has no token (Megatron loops for ever or aborts there).
+        ValueError: the split has no token (Megatron loops for ever or aborts there), or the indices do not fit into the
+            memory of this machine.
     """
     if sequence_length < 1:
         raise ValueError(f"sequence_length must be at least 1, got {sequence_length}")
@@ -183,6 +200,7 @@ def build_gpt_indices(
             f"{name}: the split holds {len(indices)} sequences and no token; give it a larger share or more data"
         )
     plan = epoch_plan(tokens, sequence_length, num_samples, extra_token=extra, drop_last=drop_last_partial_sequence)
+    _require_memory(plan, len(indices), num_samples, sequence_length, longest, name)
     shuffle: _Shuffle = functools.partial(_C.LegacyRandom(random_seed).shuffle, stop=stop)
     document_index = _shuffled_documents(indices, plan.num_epochs, plan.separate_final_epoch, shuffle)
     wide = needs_int64(len(document_index), longest)
