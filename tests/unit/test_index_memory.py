@@ -23,12 +23,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_samples_of_a_node(folder: Path) -> None:
     source = GPTSample(IndexedRead("a"), sequence_length=8, num_samples=10**15)
-    with pytest.raises(
-        ValueError, match=r"num_samples 1000000000000000 of 8 tokens \(\d+ epochs\) needs \d+ bytes"
-    ) as e:
+    with pytest.raises(ValueError, match=r"num_samples 10{15} of 8 tokens \(\d+ epochs\) needs \d+ bytes") as caught:
         source.reset(None)
-    assert "ask for fewer samples" in str(e.value)
-    assert "order='instant'" in str(e.value)
+    assert "ask for fewer samples" in str(caught.value)
+    assert "order='instant'" in str(caught.value)
     instant = GPTSample(IndexedRead("a"), sequence_length=8, num_samples=10**15, order="instant")
     assert len(instant.take(4)) == 4
 
