@@ -73,7 +73,7 @@ def check_moves(step: int, moves_there: int, moves_here: int) -> None:
         raise ExchangeError(f"step {step}: {MOVED}")
 
 
-def check_handed(step: int, end_there: int, end_here: int | None, groups: LoopGroups) -> None:
+def check_handed(step: int, end_there: int, end_here: int | None, num_microbatches: int, groups: LoopGroups) -> None:
     """Refuse a global batch that ends elsewhere than this rank, which is handed it, expects.
 
     Raises:
@@ -81,8 +81,9 @@ def check_handed(step: int, end_there: int, end_here: int | None, groups: LoopGr
     """
     if end_there != end_here:
         raise ExchangeError(
-            f"step {step}: the rank that reads the data takes samples up to {end_there}; TP rank {groups.tp_rank} of "
-            f"pipeline stage {groups.pp_rank} expects {end_here}; {SAME_PLACE}"
+            f"step {step}: the rank that reads the data takes samples up to {end_there}; TP rank "
+            f"{groups.tp_rank} of pipeline stage {groups.pp_rank} expects {end_here}, with num_microbatches "
+            f"{num_microbatches}; {SAME_PLACE}"
         )
 
 

@@ -175,7 +175,8 @@ class PackingSession:
         assert bundle is not None
         check_moves(self._step, bundle.place[2], self.moves)
         if not groups.reads:
-            check_handed(self._step, bundle.place[0], self._cursor.end_of(num_microbatches * groups.layout.dp), groups)
+            end = self._cursor.end_of(num_microbatches * groups.layout.dp)
+            check_handed(self._step, bundle.place[0], end, num_microbatches, groups)
         with self._stats.made.working():
             step = self._finish(bundle)
             self._stats.count(step.plan, sum(batch.num_tokens for batch in step.batches))
