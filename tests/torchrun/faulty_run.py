@@ -24,6 +24,7 @@ from planted import Faulty, die, fail_next_read, raise_memory_error
 from tdp_megatron.distributed import DpCpGroups, Exchange, restart_store, sum_int64
 from tdp_megatron.nodes import DocumentSample, IndexedRead, Loader, Pack, Reroute, Shard
 from tdp_megatron.nodes import pack as pack_module
+from tdp_megatron.schedule import Plan, schedule
 from tdp_megatron.types import ParallelLayout, Step
 
 FAULTS = (
@@ -56,6 +57,11 @@ def die_in_exchange(real: Callable[..., Any]) -> Callable[..., Any]:
         return die() if sizes else real(out, given, **options)  # what is gathered from all has no sizes
 
     return exchange
+
+
+def plan_otherwise(*arguments: Any, **limits: Any) -> Plan:
+    seqlens, layout, cost, mode, _ = arguments
+    return schedule(seqlens, layout, cost, mode, "dp_balanced", **limits)
 
 
 class Run:
@@ -107,7 +113,7 @@ class Run:
         elif self.fault == "killed after the exchange":
             pack_module.packed_batches = die
         elif self.fault == "plans diverge":
-            self.pack.algorithm = "dp_balanced"
+            pack_module.schedule = plan_otherwise  # the settings, which are compared before, are the same
         elif self.fault == "a read fails once":
             fail_next_read(lambda: self.note("retried", {"step": self.step}))
 
