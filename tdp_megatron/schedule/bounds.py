@@ -72,6 +72,8 @@ def lockstep_bound(seqlens: npt.ArrayLike, layout: ParallelLayout, cost: CostMod
         return bound
     sequences = _Sequences(lengths, layout, cost)
     shortest = sequences.shortest_wave
+    if shortest <= 0:  # a cost model without costs
+        return bound
     starts = np.unique(np.append(np.geomspace(shortest, max(1.6 * bound, shortest), _WAVES), sequences.alone[:, 0]))
     starts = starts[(starts >= shortest) & np.isfinite(starts)]
     least = np.inf

@@ -389,16 +389,20 @@ def test_packs_of_an_exchange_that_differ_are_told() -> None:
 
 
 @pytest.mark.parametrize("pp", [2, 4])
-@pytest.mark.parametrize("kind", ["other lengths", "other tokens"])
+@pytest.mark.parametrize("kind", ["other lengths", "other tokens", "other order"])
 def test_pipeline_stages_that_read_different_data_are_told(pp: int, kind: str) -> None:
     """Labels would silently belong to other tokens."""
+    dp_size = 1 if kind == "other order" else 2  # in one pack, sums of tokens are the same
 
     def body(rank: int, world: int) -> str:
         mesh = DeviceMesh("cpu", torch.arange(world).reshape(pp, -1), mesh_dim_names=("pp", "dp"))
         stage, dp = divmod(rank, world // pp)
-        changed = stage == pp - 1 and dp == 1
-        lengths = [4, 5, 6, 7] if not changed or kind == "other tokens" else [4, 5, 7, 7]
-        items = [{"tokens": torch.full((n,), int(changed and kind == "other tokens"))} for n in lengths]
+        changed = stage == pp - 1 and dp == dp_size - 1
+        lengths, ids = [4, 5, 6, 6], [0, 1, 2, 3]
+        if changed:
+            lengths[2] = 7 if kind == "other lengths" else 6
+            ids = {"other lengths": ids, "other tokens": [0, 1, 2, 4], "other order": [0, 1, 3, 2]}[kind]
+        items = [{"tokens": torch.full((n,), i)} for n, i in zip(lengths, ids, strict=True)]
         iterator = iter(items) if stage in (0, pp - 1) else None
         try:
             wrap_data_iterator(iterator, config(data_timeout_s=3.0, read_ahead=False), 4, mesh)
@@ -407,7 +411,7 @@ def test_pipeline_stages_that_read_different_data_are_told(pp: int, kind: str) -
             return str(error)
         return ""
 
-    heard = run_ranks(body, 2 * pp)
+    heard = run_ranks(body, dp_size * pp)
     message = "step 0: the first and the last pipeline stage read samples of other lengths or tokens"
     assert sum(text.startswith(message) for text in heard) >= pp  # one pipeline at least
     if kind == "other lengths":

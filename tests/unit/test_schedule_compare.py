@@ -78,6 +78,7 @@ def test_one_long_sequence_bounds_the_step_in_lockstep() -> None:
     # Quadratic work of the long one alone: nothing can fill the other ranks up to it.
     assert lockstep_bound(lengths, layout, quadratic) == pytest.approx(2048 + 4096 * 4096 / 2 + 2048 * 2 / 4)
     assert lockstep_bound([], layout, COST) == lower_bound([], layout, COST)
+    assert lockstep_bound(lengths, layout, CostModel(a=0.0, b=0.0)) == 0.0
 
 
 @pytest.mark.parametrize(
