@@ -71,8 +71,7 @@ class ItemCursor:
         self._rank, self._num_ranks = rank, num_ranks
         self._pending: dict[int, Any] = {}  # items read ahead, until their step has been handed out
         self.start(begin, self.origin_of(source, begin), self._source_state())
-        position = getattr(source, "position", 0)
-        self._stood_at = position if isinstance(position, int) and begin and self.origin != begin else 0
+        self._stood_at = self._position() if begin and self.origin != begin else 0
         if begin and self.origin == begin and source is not None:
             logger.warning(
                 "the data iterator (%s) has no skip_items: it is taken to stand at sample %d already, as one made from "
@@ -106,6 +105,11 @@ class ItemCursor:
         get_state = getattr(self.source, "state_dict", None)
         # Kept until its step has been handed out; the iterator may go on changing what it gave.
         return None if get_state is None else copy.deepcopy(get_state())
+
+    def _position(self) -> int:
+        """Items that the source says it has given; 0 where it does not."""
+        position = getattr(self.source, "position", 0)
+        return position if isinstance(position, int) else 0
 
     def end_of(self, count: int) -> int | None:
         """Behind the next ``count`` items of all ranks; None where ranges without end leave fewer."""
@@ -277,18 +281,19 @@ class ItemCursor:
         Args:
             data_at: number of the item at which the source stands in its own state.
         """
+        rounds, rest = divmod(data_at - self.origin, self._num_ranks)
         return {
             "consumed_samples": self.begin,
             "skip_samples": self.left_out.added_after(self.begin),
             "data_at": data_at,
-            "data": self._states.get((data_at - self.origin) // self._num_ranks),
+            "data": None if rest else self._states.get(rounds),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to a saved position, and take the source to its own state.
+        """Go to a saved position, and take the source to its own state, or past all items before where it has none.
 
         Raises:
-            StateMismatchError: the numbers do not fit together.
+            StateMismatchError: the numbers do not fit together, or the source needs a state of its own.
         """
         begin, data_at, data = state["consumed_samples"], state["data_at"], state.get("data")
         if data_at > begin:
@@ -302,6 +307,16 @@ class ItemCursor:
             self._check_stands_at(data)
         elif data is not None:
             load(copy.deepcopy(data))  # some iterators keep what they are given, and go on changing it
+        elif getattr(self.source, "skip_items", None) is not None:
+            self.start(begin, 0, self._source_state())
+            self._stood_at = self._position()
+            return
+        else:
+            raise StateMismatchError(
+                f"saved state: it has no state of the data iterator, which {type(self.source).__name__} needs to be "
+                f"taken to sample {begin}; it was saved on a rank that receives its data, or from an iterator without "
+                "state_dict; load the state of a rank that reads"
+            )
         self.start(begin, begin if data is None and self.source is not None else data_at, data)
 
     def _check_stands_at(self, data: Any) -> None:

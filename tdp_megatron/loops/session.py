@@ -392,11 +392,13 @@ class PackingSession:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a saved position.
 
-        A data iterator with ``load_state_dict`` is taken there; another must stand there already: at the number
-        ``data_at`` where it was loaded from ``data``, else at ``consumed_samples``, as one made from Megatron's does.
+        A data iterator with ``load_state_dict`` is taken there: to its own state, or with ``skip_items`` from its
+        beginning where the state was saved on a rank that receives its data. Another must stand there already: at the
+        number ``data_at`` where it was loaded from ``data``, else at ``consumed_samples``, as one made from Megatron's
+        does.
 
         Raises:
-            StateMismatchError: it is no saved state, or of another version.
+            StateMismatchError: it is no saved state, of another version, or without what this data iterator needs.
         """
         check_state(state, self.VERSION, ("step", *ItemCursor.STATE_COUNTS))
         if self._closed is not None:
@@ -406,7 +408,8 @@ class PackingSession:
         self.moves += self._ahead is not None
         self._ahead = None
         self._failure = None
-        self._step, self._data_at = state["step"], self._cursor.origin
+        # Alike on all ranks, whether they read or not: a distributed checkpoint takes each entry from one of them.
+        self._step, self._data_at = state["step"], state["data_at"]
 
     def settle(self) -> None:
         """Wait for the background thread: until then the iterator is in its hands."""

@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torchdata.nodes import IterableWrapper
 from torchdata.nodes import Loader as TorchdataLoader
 
 from tdp_megatron.errors import ExchangeError, StateMismatchError
-from tdp_megatron.loops import LoopConfig, packing_session, wrap_data_iterator
+from tdp_megatron.loops import HybridCPDataLoaderWrapper, LoopConfig, packing_session, wrap_data_iterator
 from tdp_megatron.nodes import Loader, Shard
 from tdp_megatron.testing import run_ranks
 
@@ -100,3 +101,114 @@ def test_a_torchdata_iterator_that_was_not_taken_to_the_saved_place_is_refused()
 
     (message,) = run_ranks(body, 1)
     assert "it was taken at item 8 of the data iterator, which stands at its item 0" in message
+
+
+@pytest.mark.parametrize(("axis", "saver", "world"), [("tp", 1, 2), ("pp", 1, 3)])
+@pytest.mark.parametrize("num_steps", [0, 2])
+def test_the_state_of_a_rank_that_receives_resumes_at_its_samples(
+    axis: str, saver: int, world: int, num_steps: int
+) -> None:
+    readers = [0] if axis == "tp" else [0, 2]
+
+    def place(rank: int) -> tuple[Any, DeviceMesh]:
+        mesh = DeviceMesh("cpu", torch.arange(world).reshape(1, world), mesh_dim_names=("dp", axis))
+        return iter(Loader(samples())) if rank in readers else None, mesh
+
+    def save(rank: int, world: int) -> Any:
+        data, groups = place(rank)
+        session = packing_session(data, CONFIG, groups)
+        for _ in range(num_steps):
+            wrap_data_iterator(data, CONFIG, 4, groups)
+        session.skip([(10, 12)])
+        return session.state_dict()
+
+    def load(rank: int, world: int, state: Any) -> Any:
+        data, groups = place(rank)
+        session = packing_session(data, CONFIG, groups)
+        session.load_state_dict(state)
+        again = session.state_dict()
+        session.load_state_dict(state)  # which reads nothing: it may be given twice
+        steps = []
+        for _ in range(3):
+            packed, *_ = wrap_data_iterator(data, CONFIG, 4, groups)
+            steps.append([int(t) for batch in packed for t in batch.tokens[::5]])
+        return again, steps, packed.state_dict()
+
+    states = run_ranks(save, world)
+    assert states[saver]["data"] is None
+    assert states[saver]["consumed_samples"] == 4 * num_steps
+    resumed = run_ranks(load, world, states[saver])
+    wanted = [i for i in range(4 * num_steps, 60) if i not in (10, 11)]
+    for rank, (again, steps, _) in enumerate(resumed):
+        assert {k: again[k] for k in again if k != "data"} == {k: v for k, v in states[saver].items() if k != "data"}
+        if axis == "tp" or rank in readers:  # middle pipeline stages need no tokens
+            assert [sorted(step) for step in steps] == [wanted[i : i + 4] for i in (0, 4, 8)]
+    # What a rank that reads saves now has its iterator's state again.
+    ends = [state for _, _, state in resumed]
+    assert all(end["data_at"] == ends[0]["data_at"] for end in ends)
+    assert ends[0]["data"]["num_yielded"] == ends[0]["data_at"]
+
+
+def test_a_state_without_the_iterators_own_is_refused_where_it_is_needed() -> None:
+    class Stateful:
+        def __init__(self) -> None:
+            self.at = 0
+
+        def __next__(self) -> dict[str, Any]:
+            self.at += 1
+            return {"tokens": torch.full((5,), self.at - 1)}
+
+        def state_dict(self) -> dict[str, int]:
+            return {"at": self.at}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            self.at = state["at"]
+
+    def body(rank: int, world: int) -> str:
+        groups = DeviceMesh("cpu", torch.arange(2).reshape(1, 2), mesh_dim_names=("dp", "tp"))
+        data = Stateful() if rank == 0 else None
+        packed, *_ = wrap_data_iterator(data, CONFIG, 4, groups)
+        kept: list[Any] = [packed.state_dict()]
+        dist.broadcast_object_list(kept, src=1)
+        if rank == 0:
+            with pytest.raises(StateMismatchError) as caught:
+                packed.session.load_state_dict(kept[0])
+            return str(caught.value)
+        return ""
+
+    message, _ = run_ranks(body, 2)
+    assert "which Stateful needs to be taken to sample 4; it was saved on a rank that receives" in message
+
+
+def test_an_iterator_that_has_been_read_is_not_taken_on_from_a_state_without_its_own() -> None:
+    def body(rank: int, world: int) -> str:
+        data = iter(Loader(samples()))
+        packed, *_ = wrap_data_iterator(data, CONFIG, 4)
+        packed.load_state_dict({**packed.state_dict(), "data": None})
+        with pytest.raises(ExchangeError) as caught:
+            wrap_data_iterator(data, CONFIG, 4)
+        return str(caught.value)
+
+    (message,) = run_ranks(body, 1)
+    assert "the data iterator stands at its item 8 already; to begin at 4, give one that stands at its" in message
+
+
+def test_a_hybrid_state_of_a_rank_that_receives_resumes_at_its_global_batch() -> None:
+    def body(rank: int, world: int) -> list[int]:
+        groups = DeviceMesh("cpu", torch.arange(2).reshape(1, 2), mesh_dim_names=("dp", "tp"))
+
+        def fresh() -> HybridCPDataLoaderWrapper:
+            return HybridCPDataLoaderWrapper(iter(Loader(samples())) if rank == 0 else None, CONFIG, groups)
+
+        first = fresh()
+        for _ in range(3):
+            next(first)
+        kept: list[Any] = [first.state_dict()]
+        dist.broadcast_object_list(kept, src=1)
+        assert kept[0]["data"] is None
+        second = fresh()
+        second.load_state_dict(kept[0])
+        found = [next(second)[0] for _ in range(2)]
+        return [int(mapped[0]["tokens"][0]) for mapped in found if mapped is not None]
+
+    assert run_ranks(body, 2) == [[3, 4], []]
