@@ -105,7 +105,8 @@ def packing_session(data_iterator: Any, config: Any, pg_collection: Any = None) 
 
     Raises:
         ValueError, TypeError: a rank that reads has no data iterator, or what is none, or a Shard for other ranks.
-        ExchangeError: that has happened on the rank whose data this one receives, or a rank is gone or late.
+        ExchangeError: that has happened on the rank whose data this one receives, or a rank is gone or late. The other
+            data-parallel ranks get it at their step.
     """
     if isinstance(data_iterator, PackingSession):
         return data_iterator
@@ -115,7 +116,8 @@ def packing_session(data_iterator: Any, config: Any, pg_collection: Any = None) 
     if isinstance(data_iterator, Sequence):  # one iterator per virtual pipeline stage
         source = next((it for it in data_iterator if it is not None), None)
     settle_all(groups)
-    number, problem = len(groups.sessions), None
+    number = len(groups.sessions)
+    problem: Exception | None = None
     begin = int(loop_config.consumed_samples)
     origin = ItemCursor.origin_of(source, begin)
     if groups.reads:
@@ -127,19 +129,20 @@ def packing_session(data_iterator: Any, config: Any, pg_collection: Any = None) 
             number, problem = _NONE, error
     moves = sum(session.moves for session in groups.sessions)
     (agreed, begin, origin, _), (last, *_) = _agreed_rows(groups, [number, begin, origin, moves])
-    if problem is not None:
-        raise problem
-    if _MOVED in (agreed, last):
-        host = groups.dp_cp.data
-        with host.telling_failures(host.step):
-            raise ValueError(MOVED)
-    if _NONE in (agreed, last):
+    if problem is None and _MOVED in (agreed, last):
+        problem = ValueError(MOVED)
+    if problem is None and _NONE in (agreed, last):
         raise ExchangeError("the rank that reads the data for this one has no data iterator; see its own error")
-    if agreed != last:
-        raise ValueError(
+    if problem is None and agreed != last:
+        problem = ValueError(
             f"the last pipeline stage reads data iterator {last}, the first one {agreed} (counted as they were first "
             "used); give both the same"
         )
+    if problem is not None:
+        # The other data-parallel ranks may find nothing wrong, and begin a step.
+        host = groups.dp_cp.data
+        with host.telling_failures(host.step):
+            raise problem
     if agreed == len(groups.sessions):
         return PackingSession(source, loop_config, groups, (begin, origin))
     return groups.sessions[agreed]

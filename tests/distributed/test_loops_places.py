@@ -19,6 +19,7 @@ from tdp_megatron.testing import run_ranks
 pytestmark = pytest.mark.distributed
 
 CONFIG = LoopConfig(max_seqlen_per_dp_cp_rank=64, data_timeout_s=20)
+IMPATIENT = LoopConfig(max_seqlen_per_dp_cp_rank=64, data_timeout_s=2)
 
 
 def samples(count: int = 200) -> IterableWrapper[dict[str, Any]]:
@@ -74,6 +75,62 @@ def test_a_shard_for_other_ranks_is_refused(num_ranks: int, is_right: bool) -> N
     for message in run_ranks(body, 2):
         assert message == "" or f"to {num_ranks} ranks, but 2 data-parallel ranks read them" in message
         assert bool(message) != is_right
+
+
+def late_reader(kind: str) -> Any:
+    return {
+        "shard": lambda: iter(Loader(Shard(samples(), rank=1, num_ranks=4))),
+        "none": lambda: None,
+        "no iterator": lambda: Loader(samples()),
+    }[kind]()
+
+
+@pytest.mark.parametrize("kind", ["shard", "none", "no iterator"])
+def test_data_parallel_ranks_are_told_of_one_that_cannot_read(kind: str) -> None:
+    """They find nothing wrong themselves: their error says what has happened there, while that process still runs."""
+    names = {"shard": "ValueError: the Shard", "none": "ValueError: TP rank 0", "no iterator": "TypeError: data_iter"}
+
+    def body(rank: int, world: int) -> str:
+        groups = DeviceMesh("cpu", torch.arange(2), mesh_dim_names=("dp",))
+        data = late_reader(kind) if rank else iter(Loader(samples()))
+        with pytest.raises((ExchangeError, ValueError, TypeError)) as caught:
+            wrap_data_iterator(data, IMPATIENT, 4, groups)
+        message = f"{type(caught.value).__name__}: {caught.value}"
+        kept: list[Any] = [message]
+        dist.broadcast_object_list(kept, src=0)  # rank 1 is there until rank 0 has been told
+        return message
+
+    first, second = run_ranks(body, 2)
+    assert second.startswith(names[kind])
+    assert first.startswith("ExchangeError")
+    assert f"rank 1 failed in step 0: {names[kind]}" in first
+
+
+def test_data_parallel_ranks_are_told_of_stages_that_read_different_iterators() -> None:
+    def body(rank: int, world: int) -> str:
+        mesh = torch.arange(4).reshape(2, 2)
+        groups = DeviceMesh("cpu", mesh, mesh_dim_names=("pp", "dp"))
+        train, valid = iter(Loader(samples())), iter(Loader(samples()))
+        for data in (train, valid):
+            wrap_data_iterator(data, IMPATIENT, 4, groups)
+
+        def go_on() -> None:
+            for _ in range(3):  # one has been made ahead
+                wrap_data_iterator(valid if rank == 3 else train, IMPATIENT, 4, groups)
+
+        with pytest.raises((ExchangeError, ValueError)) as caught:
+            go_on()
+        kept: list[Any] = [None] * world
+        dist.all_gather_object(kept, rank)
+        return f"{type(caught.value).__name__}: {caught.value}"
+
+    messages = run_ranks(body, 4)
+    cause = "ValueError: the last pipeline stage reads data iterator 1, the first one 0"
+    for rank in (1, 3):
+        assert messages[rank].startswith(cause)
+    for rank in (0, 2):
+        assert messages[rank].startswith("ExchangeError")
+        assert f": {cause}" in messages[rank]
 
 
 def test_a_torchdata_iterator_that_was_not_taken_to_the_saved_place_is_refused() -> None:
