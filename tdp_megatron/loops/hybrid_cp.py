@@ -11,7 +11,7 @@ import torch
 from tdp_megatron.arguments import checked_int
 from tdp_megatron.distributed import Exchange
 from tdp_megatron.distributed.scatter_back import PlacedOutputs, SampleReaders
-from tdp_megatron.loops.checks import check_goes_on, check_reader, check_state, naming_the_longest
+from tdp_megatron.loops.checks import check_goes_on, check_reader, check_share, check_state, naming_the_longest
 from tdp_megatron.loops.config import LoopConfig
 from tdp_megatron.loops.cursor import ItemCursor, LeftOutItems
 from tdp_megatron.loops.groups import LoopGroups
@@ -33,7 +33,8 @@ class HybridCPDataLoaderWrapper:
 
     Args:
         data_iterator: yields lists of packed samples (with ``cu_seqlens``) or of plain ones; the same on the CP
-            ranks of a data-parallel rank. None on TP ranks other than 0, which get (None, None).
+            ranks of a data-parallel rank. A ``Shard`` below our ``Loader`` must deal out to the data-parallel ranks.
+            None on TP ranks other than 0, which get (None, None).
         config: an object with ``max_seqlen_per_dp_cp_rank``.
         pg_collection: process groups ``dp_cp``, ``dp``, ``tp``, ``cp``, a ``DeviceMesh``, or None.
         algorithm: name of a scheduling algorithm that knows dynamic CP.
@@ -135,6 +136,7 @@ class HybridCPDataLoaderWrapper:
             try:
                 items: list[Any] = []
                 check_reader(self.data_iterator, self.groups)
+                check_share(self.data_iterator, self.groups)
                 if end is not None:
                     items, missing = cursor.read(end)
                 local = read_microbatches(items, self.groups)

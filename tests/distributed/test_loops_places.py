@@ -77,6 +77,30 @@ def test_a_shard_for_other_ranks_is_refused(num_ranks: int, is_right: bool) -> N
         assert bool(message) != is_right
 
 
+@pytest.mark.parametrize(("num_ranks", "is_right"), [(1, True), (2, True), (4, False)])
+def test_a_shard_for_other_ranks_is_refused_by_the_hybrid_wrapper(num_ranks: int, is_right: bool) -> None:
+    """CP ranks of a data-parallel rank read the same: 2 data-parallel ranks of 2 CP ranks are not 4 that read."""
+
+    def body(rank: int, world: int) -> str:
+        groups = DeviceMesh("cpu", torch.arange(4).reshape(2, 2), mesh_dim_names=("dp", "cp"))
+        # One of them is enough: all ranks are told.
+        shards = num_ranks if rank == 3 or is_right else 2
+        data = iter(Loader(Shard(samples(), rank=(rank // 2) % shards, num_ranks=shards)))
+        wrapper = HybridCPDataLoaderWrapper(data, CONFIG, groups)
+        if is_right:
+            mapped, schedule = next(wrapper)
+            assert mapped is not None
+            assert schedule is not None
+            return ""
+        with pytest.raises(ExchangeError) as caught:
+            next(wrapper)
+        return str(caught.value)
+
+    wanted = f"rank 3 failed: ValueError: the Shard of the data iterator deals samples out to {num_ranks} ranks, but 2"
+    for message in run_ranks(body, 4):
+        assert message == "" if is_right else wanted in message
+
+
 def late_reader(kind: str) -> Any:
     return {
         "shard": lambda: iter(Loader(Shard(samples(), rank=1, num_ranks=4))),
@@ -269,3 +293,17 @@ def test_a_hybrid_state_of_a_rank_that_receives_resumes_at_its_global_batch() ->
         return [int(mapped[0]["tokens"][0]) for mapped in found if mapped is not None]
 
     assert run_ranks(body, 2) == [[3, 4], []]
+
+
+def test_validation_with_a_config_of_its_own_begins_at_its_beginning() -> None:
+    def body(rank: int, world: int) -> list[list[int]]:
+        training = LoopConfig(
+            max_seqlen_per_dp_cp_rank=64, data_timeout_s=20, consumed_samples=16, skip_samples=[(2, 4), (18, 20)]
+        )
+        found = []
+        for config in (training, CONFIG):
+            packed, *_ = wrap_data_iterator(iter(Loader(samples())), config, 4)
+            found.append(sorted({int(t) for batch in packed for t in batch.tokens}))
+        return found
+
+    assert run_ranks(body, 1) == [[[16, 17, 20, 21], [0, 1, 2, 3]]]
