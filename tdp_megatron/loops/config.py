@@ -15,7 +15,12 @@ __all__ = ["LoopConfig"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopConfig:
-    """The fields of a Megatron configuration that decide packing; any object with some of these names will do."""
+    """The fields of a Megatron configuration that decide packing; any object with some of these names will do.
+
+    Each data iterator is taken to its place by the configuration it is first given with, one for validation too: where
+    training sets ``consumed_samples`` or ``skip_samples``, validation needs a configuration of its own, with both at
+    their defaults.
+    """
 
     max_seqlen_per_dp_cp_rank: int
     """Most tokens, padding included, that one rank holds in one microbatch."""
