@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
@@ -171,7 +172,10 @@ class Reroute(Node[Step]):
             raise TypeError(f"Reroute needs planned global batches of Pack or StreamPack, got {type(batch).__name__}")
         self._by_plan = batch.exchange is None
         if self.groups is not None:
-            self.groups.data.note_use(self._pipeline, None if self._is_made_ahead else batch.index)
+            # Only a step that the loop has been given counts as reached; where another thread makes them, and no
+            # Prefetch right behind this node says which it hands out, messages alone know of it.
+            is_ahead = self._is_made_ahead or threading.current_thread() is not threading.main_thread()
+            self.groups.data.note_use("" if is_ahead else self._pipeline, None if self._is_made_ahead else batch.index)
         self._raise_if_told(batch.index)
         if self.agree_every and self.groups is not None and batch.index % self.agree_every == 0:
             host = _begun(self.groups.data, batch)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torchdata.nodes import IterableWrapper
+from torchdata.nodes import IterableWrapper, Mapper, Prefetcher
 
 from tdp_megatron import background
 from tdp_megatron.distributed import DpCpGroups
@@ -288,6 +288,34 @@ def test_who_leaves_while_the_others_go_on_is_named(how: str, depth: int) -> Non
     for rank in (0, 2):
         assert results[rank].startswith("rank 1 (pid ")
         assert f") {LEFT.format(at=2)}, and rank 0 has come to step 3" in results[rank]
+
+
+@pytest.mark.parametrize("graph", ["Prefetch", "Prefetch of a Mapper", "Prefetcher"])
+def test_steps_made_ahead_are_not_missed_at_the_end(graph: str, caplog: pytest.LogCaptureFixture) -> None:
+    """All take two steps; rank 1 leaves with fewer made ahead than the others, which stay longer than the deadline."""
+
+    def body(rank: int, world: int) -> list[Any]:
+        groups = DpCpGroups.create(LAYOUT, timeout_s=1.0)
+        fault = (lambda: time.sleep(8)) if rank == 1 else nothing
+        made = Reroute(Pack(IterableWrapper(Samples(fault)), LAYOUT, global_batch_size=3), groups=groups)
+        root = {
+            "Prefetch": lambda: Prefetch(made, depth=4),
+            "Prefetch of a Mapper": lambda: Prefetch(Mapper(made, lambda step: step), depth=4),
+            "Prefetcher": lambda: Prefetcher(made, 4),
+        }[graph]()
+        mine = iter(Loader(root))
+        taken = [next(mine).index for _ in range(2)]
+        if rank != 1:
+            assert wait_until(lambda: made.stats.items > 4)
+        dist.barrier()
+        if rank == 1:
+            assert made.stats.items == 2
+            leave("destroy", [groups])
+        time.sleep(3.0)
+        return [taken, is_accused(groups), messages(caplog)]
+
+    results = run_ranks(body, 3, timeout_s=40, return_failures=True)
+    assert results[0] == results[2] == [[0, 1], False, []]
 
 
 @pytest.mark.parametrize("waits", ["in a collective", "elsewhere"])
