@@ -42,11 +42,10 @@ class Reached:
         self._num_ends: dict[str, int] = {}
 
     def come(self, pipeline: str, step: int) -> None:
-        """Note that ``step`` is handed out; what decides the order may be unknown, which is the empty name."""
+        """Note that ``step`` of a pipeline is handed out."""
         self.step = step
         self.most = max(self.most, step + 1)
-        if pipeline:
-            self._next[pipeline] = max(self._next.get(pipeline, 0), step + 1)
+        self._next[pipeline] = max(self._next.get(pipeline, 0), step + 1)
 
     def end(self, pipeline: str, step: int) -> int:
         """Note that there is no global batch ``step``; how often the data had ended before."""
@@ -93,7 +92,8 @@ class Left:
     """A rank has left of its own accord."""
 
     most: int
-    """One more than the highest step it was given; -1 where the others may go on without it."""
+    """One more than the highest step it was given; 0 before the first, or where that is unknown; -1 where the others
+    may go on without it."""
     ends: tuple[End, ...]
     place: ProcessPlace
 
@@ -107,9 +107,9 @@ class Left:
         return f"{_LEFT} {self.most} {_join_ends(self.ends)} {self.place}"
 
     def describe(self, rank: int) -> str:
-        """Who it is, and how far it came."""
-        where = f"after step {self.most - 1}" if self.most > 0 else "before its first step"
-        return f"rank {rank} (pid {self.place.pid} on {self.place.host}) left {where}, without an uncaught error"
+        """Who it is, and how far it came where that is known."""
+        where = f" after step {self.most - 1}" if self.most > 0 else ""
+        return f"rank {rank} (pid {self.place.pid} on {self.place.host}) left{where}, without an uncaught error"
 
 
 def has_left(note: str) -> bool:

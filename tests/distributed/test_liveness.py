@@ -22,7 +22,7 @@ from tdp_megatron import background
 from tdp_megatron.distributed import DpCpGroups
 from tdp_megatron.distributed import liveness as liveness_module
 from tdp_megatron.distributed import watch as watch_module
-from tdp_megatron.distributed.beats import Reached, has_left
+from tdp_megatron.distributed.beats import Left, Reached, has_left
 from tdp_megatron.distributed.liveness import Liveness
 from tdp_megatron.distributed.process_place import Condition, ProcessPlace
 from tdp_megatron.distributed.progress import Cause, Progress
@@ -346,6 +346,25 @@ def test_who_waits_in_a_collective_for_a_rank_that_left_ends(waits: str, capfd: 
     assert "exit code 1 " in results[0].message
     said = capfd.readouterr().err
     assert f") {LEFT.format(at=0)}; rank 0 has been waiting for it in all_reduce for 1 s; rank 0 has been" in said
+
+
+def test_how_far_a_rank_came_that_left_is_said_where_it_is_known() -> None:
+    def body(rank: int, world: int) -> str:
+        config = LoopConfig(max_seqlen_per_dp_cp_rank=64, data_timeout_s=30)
+        data = iter([{"tokens": torch.arange(10)} for _ in range(40)])
+        for _ in range(3):
+            host = wrap_data_iterator(data, config, 2)[0].session.groups.dp_cp.data
+        if rank == 1:
+            leave("exit", [])
+        assert wait_until(lambda: host._progress.read_left() is not None)
+        who, note = host._progress.read_left()
+        return Left.parse(note).describe(who)
+
+    results = run_ranks(body, 3, timeout_s=40, return_failures=True)
+    for rank in (0, 2):
+        assert re.fullmatch(r"rank 1 \(pid \d+ on \S+\) left, without an uncaught error", results[rank])
+    place = ProcessPlace(5, 7, "space", "node")
+    assert Left(3, (), place).describe(1) == f"rank 1 (pid 5 on node) {LEFT.format(at=2)}"
 
 
 def test_a_collective_cut_off_by_a_rank_that_left_names_it(caplog: pytest.LogCaptureFixture) -> None:
