@@ -96,6 +96,8 @@ class Reroute(Node[Step]):
             )
         self.source.reset(None if state is None else state[self.SOURCE_KEY])
         self._pipeline = "" if self.groups is None else _order_of(self.source)
+        # Who makes the same steps again, after a failure, need not be the same node.
+        self._name = f"reroute {self._pipeline or id(self)}"
         self._configuration = None
 
     _source_state_keys = ("source",)
@@ -240,8 +242,9 @@ class Reroute(Node[Step]):
 
 
 def _order_of(source: BaseNode[Any]) -> str:
-    """Digest of the fingerprints in a state: the same for pipelines of one order; empty for nodes without a state."""
-    found: list[Any] = []
+    """Digest of what decides the steps: the same for pipelines of one order; empty for nodes without a state."""
+    # What it leaves out at the end is in no fingerprint, as a state may be continued otherwise.
+    found: list[Any] = [getattr(source, "drop_last", None)]
     try:
         state: Any = source.state_dict()
     except NotImplementedError:
