@@ -96,8 +96,6 @@ class Reroute(Node[Step]):
             )
         self.source.reset(None if state is None else state[self.SOURCE_KEY])
         self._pipeline = "" if self.groups is None else _order_of(self.source)
-        # Who makes the same steps again, after a failure, need not be the same node.
-        self._name = f"reroute {self._pipeline or id(self)}"
         self._configuration = None
 
     _source_state_keys = ("source",)

@@ -318,36 +318,6 @@ def test_a_graph_with_a_node_that_has_no_state_ends_as_well(prefix: str) -> None
     assert run_ranks(body, 3, timeout_s=40) == [STEPS] * 3
 
 
-def test_who_goes_on_with_a_new_graph_takes_its_failure_back(prefix: str) -> None:
-    def body(rank: int, world: int) -> list[Any]:
-        run = Run(prefix, rank, "raises in read")
-        host = run.groups.data
-        if rank == 1:
-            said = run.walk(0.0)
-            assert said == "OSError: [Errno 5] disk gone"
-        else:
-            next(run.steps)
-        dist.barrier()
-        cause = host._progress.read_cause()
-        assert cause is not None
-        assert (cause.rank, cause.step) == (1, AT)
-        dist.barrier()
-        if rank == 1:  # the failed graph lives on
-            samples = Ending(DocumentSample(IndexedRead(prefix), max_seqlen=8, shuffle=False), 3 * AT, lambda: None)
-            again = iter(Loader(Reroute(Pack(samples, LAYOUT, global_batch_size=3), groups=run.groups)))
-            next(again)
-            dist.barrier()
-            return [1 + sum(1 for _ in again), host._progress.read_cause()]
-        dist.barrier()
-        assert host._watch is not None
-        deadline = time.monotonic() + 20
-        while host._watch._cause is not None and time.monotonic() < deadline:
-            time.sleep(0.02)
-        return [1 + sum(1 for _ in run.steps), host._progress.read_cause()]
-
-    assert run_ranks(body, 3, timeout_s=60) == [[STEPS, None]] * 3
-
-
 def test_another_pipeline_takes_no_failure_back(prefix: str) -> None:
     """Such as validation, which a rank walks after its training data has failed."""
 
