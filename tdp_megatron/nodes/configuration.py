@@ -12,7 +12,7 @@ from torchdata.nodes import BaseNode
 from tdp_megatron.nodes.base import Node
 from tdp_megatron.nodes.indexed_read import IndexedRead
 
-__all__ = ["configuration_of", "digest_of_configuration"]
+__all__ = ["configuration_of", "digest_of_configuration", "state_of"]
 
 #: How a blend writes what its sources share; they say nothing to a reader.
 _JOINED = ({"keys"}, {"same"}, {"each"})
@@ -31,16 +31,17 @@ def configuration_of(root: BaseNode[Any]) -> dict[str, str]:
     """
     facts: dict[str, str] = {}
     seen: dict[str, int] = {}
-    for name, value in [*_fingerprints(_state_of(root)), *_samples(root)]:
+    for name, value in [*_fingerprints(state_of(root)), *_samples(root)]:
         count = seen[name] = seen.get(name, 0) + 1  # a graph may have several nodes of one kind
         facts[name if count == 1 else f"{name} ({count})"] = value
     return facts
 
 
-def _state_of(root: BaseNode[Any]) -> Any:
+def state_of(root: BaseNode[Any]) -> Any:
+    """The state of a graph; None where a user's node has none."""
     try:
         return root.state_dict()
-    except NotImplementedError:  # a user's node without a state
+    except NotImplementedError:
         return None
 
 

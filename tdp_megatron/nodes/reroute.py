@@ -17,7 +17,7 @@ from tdp_megatron.arguments import checked_int
 from tdp_megatron.distributed import DpCpGroups, HostGroup, require_equal, sum_int64
 from tdp_megatron.errors import StateMismatchError, TdpError
 from tdp_megatron.nodes.base import Node, require_node
-from tdp_megatron.nodes.configuration import configuration_of, digest_of_configuration
+from tdp_megatron.nodes.configuration import configuration_of, digest_of_configuration, state_of
 from tdp_megatron.nodes.pack import GlobalBatch, Pack
 from tdp_megatron.nodes.shard import Shard
 from tdp_megatron.schedule import padding
@@ -243,9 +243,8 @@ def _order_of(source: BaseNode[Any]) -> str:
     """Digest of what decides the steps: the same for pipelines of one order; empty for nodes without a state."""
     # What it leaves out at the end is in no fingerprint, as a state may be continued otherwise.
     found: list[Any] = [getattr(source, "drop_last", None)]
-    try:
-        state: Any = source.state_dict()
-    except NotImplementedError:
+    state = state_of(source)
+    if state is None:
         return ""
     while isinstance(state, Mapping):
         found.append(state.get(Node.FINGERPRINT_KEY))
